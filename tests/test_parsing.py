@@ -1,0 +1,190 @@
+"""Answers of `detect` and `segment`, whole, broken and half written."""
+
+import random
+
+import pytest
+
+from paligemma.parsing import Detection, location_token_indices, parse
+
+BOX = "<loc0256><loc0128><loc0512><loc1023>"
+CODES = "".join(f"<seg{code:03d}>" for code in range(0, 128, 8))
+
+
+def detections(text: str, ended: bool = True) -> tuple[Detection, ...]:
+    return parse(text, 1024, 512, ended).detections
+
+
+def only_problem(text: str) -> tuple[str, str]:
+    parsed = parse(text, 1024, 512)
+    assert not parsed.detections
+    (problem,) = parsed.problems
+    assert text[slice(*problem.span)] == problem.text
+    return problem.kind, problem.reason
+
+
+def test_box_is_in_pixels_with_x_first() -> None:
+    (found,) = detections(f"{BOX} cat")
+    assert found.box == (128, 128, 1023, 256)
+    assert found.locations == (256, 128, 512, 1023)
+    assert (found.label, found.seg, found.growing) == ("cat", None, False)
+
+
+def test_a_box_never_leaves_the_picture() -> None:
+    (found,) = parse("<loc0000><loc0000><loc1023><loc1023> all", 7, 3).detections
+    assert found.box[0] == found.box[1] == 0
+    assert found.box[2] < 7 and found.box[3] < 3
+
+
+def test_several_objects_with_codes() -> None:
+    text = " ; ".join(f"{BOX}{CODES} thing {index}" for index in range(5))
+    found = detections(text)
+    assert [one.label for one in found] == [f"thing {index}" for index in range(5)]
+    assert all(one.seg == tuple(range(0, 128, 8)) for one in found)
+    assert [text[slice(*one.span)] for one in found] == text.split(" ; ")
+
+
+@pytest.mark.parametrize(
+    "label",
+    ["", "cat", "traffic light", "T-shirt", "dog's", "a/b", "snake_case", "猫", "<img src=x>", "1 < 2"],
+)
+def test_labels_come_back_as_written(label: str) -> None:
+    first, second = detections(f"{BOX} {label} ; {BOX} cat")
+    assert (first.label, second.label) == (label, "cat")
+
+
+def test_same_label_twice_gives_two_objects() -> None:
+    assert [one.label for one in detections(f"{BOX} cat ; {BOX} cat")] == ["cat", "cat"]
+
+
+def test_a_new_box_ends_a_label_without_semicolon() -> None:
+    assert [one.label for one in detections(f"{BOX} cat {BOX}{CODES} dog")] == ["cat", "dog"]
+
+
+def test_text_around_objects_is_left_alone() -> None:
+    parsed = parse(f"I see ; {BOX} cat ; and more", 10, 10)
+    assert [one.label for one in parsed.detections] == ["cat"]
+    assert not parsed.problems
+
+
+@pytest.mark.parametrize("text", ["", "\n", "a cat on a mat", " ; ; ", "<loc12>", "<seg1>", "<loc٠١٢٣>"])
+def test_plain_text_holds_nothing(text: str) -> None:
+    parsed = parse(text, 10, 10)
+    assert parsed.detections == parsed.problems == ()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_wrong_number_of_locations(count: int) -> None:
+    assert only_problem("<loc0001>" * count + " cat") == (
+        "locations",
+        f"{count} location tokens instead of 4",
+    )
+
+
+@pytest.mark.parametrize("count", [1, 15, 17, 32])
+def test_wrong_number_of_codes(count: int) -> None:
+    assert only_problem(BOX + "<seg001>" * count + " cat") == (
+        "codes",
+        f"{count} mask tokens instead of 16 or none",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (CODES, "locations"),
+        ("<loc0500><loc0000><loc0499><loc0001> cat", "order"),
+        ("<loc0000><loc0500><loc0001><loc0499> cat", "order"),
+        ("<loc0000><loc0000><loc1024><loc0001> cat", "range"),
+        (BOX + "<seg128>" * 16, "range"),
+    ],
+)
+def test_impossible_objects_are_reported(text: str, kind: str) -> None:
+    assert only_problem(text)[0] == kind
+
+
+def test_a_box_without_area_is_a_detection() -> None:
+    (found,) = detections("<loc0100><loc0100><loc0100><loc0100> dot")
+    assert found.box[0] == found.box[2]
+
+
+def test_a_problem_does_not_hide_its_neighbours() -> None:
+    parsed = parse(f"{BOX} cat ; <loc0001> dog ; {BOX} cow", 10, 10)
+    assert [one.label for one in parsed.detections] == ["cat", "cow"]
+    assert [one.text for one in parsed.problems] == ["<loc0001> dog"]
+
+
+def test_streaming_returns_an_object_once_its_label_began() -> None:
+    text = f"{BOX}{CODES} red cat ; {BOX} dog"
+    begun, closed = text.index("red") + 1, text.index(";") + 1
+    for end in range(len(text)):
+        parsed = parse(text[:end], 10, 10, ended=False)
+        assert not parsed.problems
+        first = parsed.detections[:1]
+        assert bool(first) == (end >= begun)
+        assert all(one.growing == (end < closed) for one in first)
+    assert [one.label for one in detections(text, ended=True)] == ["red cat", "dog"]
+
+
+def test_streaming_reports_a_problem_once_it_is_closed() -> None:
+    assert not parse("<loc0001> cat", 10, 10, ended=False).problems
+    assert parse("<loc0001> cat ;", 10, 10, ended=False).problems
+    assert parse("<loc0001> cat", 10, 10).problems
+
+
+def test_location_tokens_are_found_among_the_pieces() -> None:
+    locations = ["<loc0001>", "<loc0002>", "<loc0003>", "<loc0004>"]
+    pieces = [
+        "▁see",
+        "<0xF0>",
+        "<loc0007>",
+        "▁;",
+        *locations,
+        "▁cat",
+        "▁;",
+        *locations,
+        *["<seg001>"] * 16,
+        "<eos>",
+    ]
+    text = f" see\ufffd<loc0007> ;{''.join(locations)} cat ;{''.join(locations)}{'<seg001>' * 16}"
+    cat, other = detections(text)
+    assert location_token_indices(cat, pieces) == (4, 5, 6, 7)
+    assert location_token_indices(other, pieces) == (10, 11, 12, 13)
+
+
+def test_locations_spelled_in_letters_have_no_tokens() -> None:
+    (found,) = detections(f"{BOX} cat")
+    assert location_token_indices(found, list(f"{BOX} cat")) == ()
+
+
+@pytest.mark.parametrize(("width", "height"), [(0, 5), (5, 0), (-1, 5)])
+def test_sizes_must_be_positive(width: int, height: int) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        parse("", width, height)
+
+
+def test_no_text_raises() -> None:
+    rng = random.Random(0)
+    parts = [
+        BOX,
+        CODES,
+        "<loc0001>",
+        "<seg127>",
+        "<loc9999>",
+        "<seg999>",
+        ";",
+        " ; ",
+        "<",
+        ">",
+        "\n",
+        "cat",
+        "\ud800",
+    ]
+    parts += ["<loc", "0", "猫", "\x00", "<loc00", "{{x}}", "</script>"]
+    for _ in range(3000):
+        text = "".join(rng.choices(parts, k=rng.randrange(25)))
+        for ended in (True, False):
+            parsed = parse(text, 640, 480, ended)
+            spans = sorted(one.span for one in (*parsed.detections, *parsed.problems))
+            assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+            assert all(0 <= one.box[0] <= one.box[2] < 640 for one in parsed.detections)
+            assert all(0 <= one.box[1] <= one.box[3] < 480 for one in parsed.detections)
