@@ -1,5 +1,6 @@
 """Answers of `detect` and `segment`, whole, broken and half written."""
 
+import itertools
 import random
 
 import pytest
@@ -185,6 +186,6 @@ def test_no_text_raises() -> None:
         for ended in (True, False):
             parsed = parse(text, 640, 480, ended)
             spans = sorted(one.span for one in (*parsed.detections, *parsed.problems))
-            assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+            assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
             assert all(0 <= one.box[0] <= one.box[2] < 640 for one in parsed.detections)
             assert all(0 <= one.box[1] <= one.box[3] < 480 for one in parsed.detections)
