@@ -155,8 +155,8 @@ class PaliGemmaForConditionalGeneration(nn.Module):
         batch, num_tokens = input_ids.shape
         if attention_mask is not None and attention_mask.shape != (batch, past + num_tokens):
             raise ValueError(
-                f"attention_mask is {tuple(attention_mask.shape)}; it must cover the {past} cached and the {num_tokens} "
-                f"new tokens: {(batch, past + num_tokens)}"
+                f"attention_mask is {tuple(attention_mask.shape)}; it must cover the {past} cached and the "
+                f"{num_tokens} new tokens: {(batch, past + num_tokens)}"
             )
         if attention_mask is not None and bool(attention_mask.all()):
             attention_mask = None
