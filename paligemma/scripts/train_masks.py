@@ -50,9 +50,9 @@ class Options:
     work: Path = Path("runs/masks")
     out: Path = Path("assets/demo/mask_decoder.safetensors")
     seed: int = 0
-    steps: int = 3000
-    warmup_steps: int = 400
-    batch: int = 48
+    steps: int = 2400
+    warmup_steps: int = 300
+    batch: int = 32
     learning_rate: float = 2e-3
     commitment: float = 0.25
     swap: float = 0.1
