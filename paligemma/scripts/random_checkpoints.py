@@ -19,55 +19,12 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import save_torch_state_dict
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from torch import Tensor
+
+from paligemma.scripts.tiny_tokenizer import build_tiny_tokenizer
 
 LAYOUTS = ("hub", "transformers-4.52", "transformers-5", "transformers-5-plain")
 SHARD_SIZE = "400KB"
-SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>")
-TURN_TOKENS = ("<start_of_turn>", "<end_of_turn>")
-WORDS = (
-    "▁caption ▁detect ▁segment ▁answer ▁describe ▁the ▁what ▁where ▁is ▁en ▁cat ▁dog ▁cow ▁red ▁blue ▁beach ▁standing"
-).split()
-
-# Tokenizer --------------------------------------------------------------------------------------------------------
-
-
-def build_tiny_tokenizer() -> Tokenizer:
-    """A Gemma tokenizer in small: byte fallback, `▁` for a space, newline runs, `<loc…>`, `<seg…>`, `<image>` last.
-
-    Normaliser, decoder, template and the marks of added tokens are those of PaliGemma's tokenizer.json.
-    """
-    newlines = ["\n" * count for count in range(1, 9)]
-    start = [*SPECIAL_TOKENS, "<mask>", *TURN_TOKENS, *newlines]
-    characters = [chr(code) for code in range(33, 127)] + list("▁éß猫在哪里")
-    merges = _merges_of_words() + [("\n" * (count - 1), "\n") for count in range(2, 9)]
-    merged = ["".join(pair) for pair in merges]
-    pieces = dict.fromkeys([*start, *(f"<0x{byte:02X}>" for byte in range(256)), *characters, *merged])
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", vocabulary["<bos>"])]
-    )
-    tokenizer.add_special_tokens([_added(token, special=True) for token in (*SPECIAL_TOKENS, *TURN_TOKENS)])
-    locations = [f"<loc{index:04}>" for index in range(1024)] + [f"<seg{index:03}>" for index in range(128)]
-    tokenizer.add_tokens([_added(token) for token in ("<mask>", *newlines, *locations)])
-    tokenizer.add_special_tokens([_added("<image>", special=True)])
-    return tokenizer
-
-
-def _added(token: str, special: bool = False) -> AddedToken:
-    return AddedToken(token, normalized=False, special=special)
-
-
-def _merges_of_words() -> list[tuple[str, str]]:
-    """Each word letter by letter from its start: ("▁", "c"), ("▁c", "a"), ("▁ca", "t")."""
-    pairs = [(word[:length], word[length]) for word in WORDS for length in range(1, len(word))]
-    return list(dict.fromkeys(pairs))
 
 
 def save_processor_files(folder: Path, image_size: int) -> None:
@@ -131,7 +88,7 @@ GEMMA2 = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "sliding_window": 4096,
-    "eos_token_id": [1, 6],
+    "eos_token_id": [1, 5],
 }
 VISION = {
     "model_type": "siglip_vision_model",
@@ -208,8 +165,8 @@ def make_model(case: Case | str, seed: int = 0) -> transformers.PaliGemmaForCond
 def random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
     """One tensor, float32: what its name calls for, so that it matters and nothing overflows.
 
-    Gemma's norms multiply by 1 + weight, SigLIP's by weight. Queries and keys are large, for sharp attention;
-    embedding rows are large, for logits that lie apart.
+    Gemma's norms multiply by 1 + weight, SigLIP's by weight. The decoder's last norm gets factors of either sign:
+    with a tied head and positive ones, the likeliest next token would be the last token again.
     """
     noise = torch.randn(shape, generator=generator)
     if name.endswith(".bias"):
@@ -224,7 +181,7 @@ def random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> T
     if "embed_tokens" in name:
         return 2.0 * noise * shape[-1] ** -0.5
     fan_in = noise[0].numel()
-    return (1.3 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.3) * noise * fan_in**-0.5
+    return 1.3 * noise * fan_in**-0.5
 
 
 # Files ------------------------------------------------------------------------------------------------------------
@@ -287,7 +244,7 @@ def hub_name(name: str) -> str:
 
 
 def transformers_4_52_name(name: str) -> str:
-    """The same in the files that transformers 4.52 and later 4.x wrote: everything under `model.`, vision_model kept."""
+    """The same as transformers 4.52 wrote it: everything under `model.`, and `vision_model` still there."""
     return name.replace("model.vision_tower.", "model.vision_tower.vision_model.", 1)
 
 
