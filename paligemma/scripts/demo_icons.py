@@ -118,9 +118,7 @@ CLASSES = {
     icon_class.name: icon_class
     for icon_class in (
         _icon_class("dog dogs perro perros m 狗 只", "dog-face dog poodle service-dog", "dog dogside poodle"),
-        _icon_class(
-            "cat cats gato gatos m 猫 只", "cat-face cat grinning-cat pouting-cat black-cat", "cat catside"
-        ),
+        _icon_class("cat cats gato gatos m 猫 只", "cat-face cat grinning-cat pouting-cat black-cat", "cat catside"),
         _icon_class("rabbit rabbits conejo conejos m 兔子 只", "rabbit-face rabbit", "bunny bunnyside"),
         _icon_class("bear bears oso osos m 熊 只", "bear polar-bear", "bear"),
         _icon_class("panda pandas panda pandas m 熊猫 只", "panda", "pandaface"),
@@ -137,9 +135,7 @@ CLASSES = {
         _icon_class("bee bees abeja abejas f 蜜蜂 只", "honeybee", "honeybee"),
         _icon_class("butterfly butterflies mariposa mariposas f 蝴蝶 只", "butterfly", recolour="all"),
         _icon_class("octopus octopuses pulpo pulpos m 章鱼 只", "octopus", "octopus", "main"),
-        _icon_class(
-            "apple apples manzana manzanas f 苹果 个", "red-apple green-apple", "redapple greenapple"
-        ),
+        _icon_class("apple apples manzana manzanas f 苹果 个", "red-apple green-apple", "redapple greenapple"),
         _icon_class("banana bananas plátano plátanos m 香蕉 根", "banana", "banana"),
         _icon_class("lemon lemons limón limones m 柠檬 个", "lemon", "lemon"),
         _icon_class("strawberry strawberries fresa fresas f 草莓 颗", "strawberry", "strawberry"),
@@ -147,9 +143,7 @@ CLASSES = {
         _icon_class("pizza pizzas pizza pizzas f 披萨 块", "pizza", "sliceofpizza"),
         _icon_class("burger burgers hamburguesa hamburguesas f 汉堡 个", "hamburger", "hamburger"),
         _icon_class("donut donuts rosquilla rosquillas f 甜甜圈 个", "doughnut", "doughnut"),
-        _icon_class(
-            "cake cakes pastel pasteles m 蛋糕 块", "shortcake birthday-cake", "shortcake birthdaycake"
-        ),
+        _icon_class("cake cakes pastel pasteles m 蛋糕 块", "shortcake birthday-cake", "shortcake birthdaycake"),
         _icon_class("mushroom mushrooms seta setas f 蘑菇 个", "mushroom brown-mushroom", "mushroom"),
         _icon_class(
             "car cars coche coches m 汽车 辆",
@@ -166,9 +160,7 @@ CLASSES = {
         _icon_class("guitar guitars guitarra guitarras f 吉他 把", "guitar", "guitar", "all"),
         _icon_class("balloon balloons globo globos m 气球 个", "balloon", "balloon", "main"),
         _icon_class("house houses casa casas f 房子 座", "house", "housebuilding"),
-        _icon_class(
-            "tree trees árbol árboles m 树 棵", "deciduous-tree evergreen-tree", "deciduoustree evergreen"
-        ),
+        _icon_class("tree trees árbol árboles m 树 棵", "deciduous-tree evergreen-tree", "deciduoustree evergreen"),
         _icon_class("sunflower sunflowers girasol girasoles m 向日葵 朵", "sunflower", "sunflower"),
     )
 }
@@ -178,14 +170,10 @@ def fetch_icons(folder: Path) -> None:
     """Install the icon packages into `folder/node_modules` with npm, which must be on the path."""
     packages = [f"@iconify-json/{style}@{version}" for style, version in PACKAGES.items()]
     folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(
-        ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages], check=True
-    )
+    subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages], check=True)
 
 
-def load_sprites(
-    folder: Path, size: int, styles: Iterable[str] = STYLES
-) -> dict[str, dict[str, list[Sprite]]]:
+def load_sprites(folder: Path, size: int, styles: Iterable[str] = STYLES) -> dict[str, dict[str, list[Sprite]]]:
     """Every drawing of every class: `sprites[style][class name]`, the usual drawing first.
 
     `size` is the side in pixels of the square that a drawing is rendered to before it is trimmed. A class
@@ -316,9 +304,7 @@ def _fingerprint(style: str) -> str:
     """Changes when the table, the colours or the package do, so that nothing stale is read."""
     table = [(c.name, c.icons, c.firefox_icons, c.recolour) for c in CLASSES.values()]
     colours = [(name, colour.rgb) for name, colour in COLOURS.items()]
-    return hashlib.sha256(
-        repr((table, colours, SMALLEST_PAINTED_SHARE, PACKAGES[style])).encode()
-    ).hexdigest()[:12]
+    return hashlib.sha256(repr((table, colours, SMALLEST_PAINTED_SHARE, PACKAGES[style])).encode()).hexdigest()[:12]
 
 
 def _save_sprites(path: Path, sprites: Sequence[Sprite]) -> None:

@@ -45,9 +45,10 @@ class SceneOptions:
     apart: float = 0.045
     all_same: float = 0.15
     repeat: float = 0.25
+    painted: float = 2.0
     other_drawings: float = 0.4
     mixed_styles: float = 0.15
-    supersampled: float = 0.25
+    supersampled: float = 0.15
     augment: bool = True
 
     def __post_init__(self) -> None:
@@ -258,8 +259,7 @@ def choose_drawings(
     for _ in range(n_objects):
         if mixed:
             style = styles[generator.integers(len(styles))]
-        names = list(drawings[style])
-        name = names[generator.integers(len(names))]
+        name = _choose_class(generator, list(drawings[style]), options.painted)
         model = None
         if chosen and generator.random() < repeat:
             model = chosen[generator.integers(len(chosen))]
@@ -292,6 +292,11 @@ def render(layout: Layout, size: int) -> Scene:
     if layout.supersampled:
         return _shrink(_render_plainly(layout, 2 * size), layout.camera_seed)
     return _seen_by_camera(_render_plainly(layout, size), layout.camera_seed)
+
+
+def _choose_class(generator: np.random.Generator, names: Sequence[str], painted: float) -> str:
+    heights = np.cumsum([painted if CLASSES[name].recolour else 1.0 for name in names])
+    return names[int(np.searchsorted(heights, generator.random() * heights[-1], side="right"))]
 
 
 def _choose_drawing(
@@ -424,8 +429,11 @@ def _field(background: Background, size: int) -> np.ndarray:
 
 
 def _paint(background: Background, size: int) -> np.ndarray:
-    first, second = background.colours
-    return 255 * (first + _field(background, size)[..., None] * (second - first))
+    """The background as float32 RGB in [0, 255], shape (size, size, 3)."""
+    first, second = 255 * background.colours
+    shares = np.linspace(0, 1, 256, dtype=np.float32)[:, None]
+    steps = (255 * _field(background, size)).astype(np.uint8)
+    return (first + shares * (second - first))[steps]
 
 
 def _render_plainly(layout: Layout, size: int) -> Scene:
@@ -511,17 +519,18 @@ def _seen_by_camera(scene: Scene, seed: int | None) -> Scene:
     if seed is None:
         return scene
     generator = np.random.default_rng(seed)
-    gain = generator.uniform(0.8, 1.2) * generator.uniform(0.95, 1.05, 3).astype(np.float32)
+    gain = generator.uniform(0.8, 1.2) * generator.uniform(0.95, 1.05, 3)
     contrast = generator.uniform(0.75, 1.15)
-    blurred, noise = generator.random() < 0.2, generator.random() < 0.35
-    image = scene.image
+    blurred, noisy = generator.random() < 0.2, generator.random() < 0.35
+    curves = np.arange(256)[:, None] * gain * contrast + 128 * (1 - contrast)
+    picture = Image.fromarray(scene.image).point(_to_bytes(curves).T.ravel().tolist())
     if blurred:
-        picture = Image.fromarray(image).filter(ImageFilter.GaussianBlur(generator.uniform(0.3, 0.7)))
-        image = np.asarray(picture)
-    values = (image * (gain * np.float32(contrast))) + np.float32(128 * (1 - contrast))
-    if noise:
-        values += generator.standard_normal(values.shape, np.float32) * np.float32(generator.uniform(1, 7))
-    return Scene(_to_bytes(values), scene.objects)
+        picture = picture.filter(ImageFilter.GaussianBlur(generator.uniform(0.3, 0.7)))
+    image = np.asarray(picture)
+    if noisy:
+        strength = np.float32(generator.uniform(1, 7))
+        image = _to_bytes(image + strength * generator.standard_normal(image.shape, np.float32))
+    return replace(scene, image=image)
 
 
 def _to_bytes(values: np.ndarray) -> np.ndarray:
@@ -539,17 +548,14 @@ def _premultiplied_with_margin(pixels: np.ndarray) -> Image.Image:
 
 def _inked(pixels: np.ndarray) -> np.ndarray:
     """Black lines where alpha ends and where colours meet, about a fortieth of the drawing's side wide."""
-    width = max(1, round(max(pixels.shape[:2]) / 40))
-    grown = np.pad(pixels, ((width, width), (width, width), (0, 0)))
+    reach = max(1, round(max(pixels.shape[:2]) / 40))
+    grown = np.pad(pixels, ((reach, reach), (reach, reach), (0, 0)))
+    outside, inside = ImageFilter.MaxFilter(2 * reach + 1), 2 * ((reach + 1) // 2) + 1
     alpha = Image.fromarray(np.ascontiguousarray(grown[..., 3]))
-    outer = np.asarray(alpha.filter(ImageFilter.MaxFilter(2 * width + 1)))
-    inner = np.asarray(alpha.filter(ImageFilter.MinFilter(2 * (width // 2) + 1)))
     colours = Image.fromarray(np.ascontiguousarray(grown[..., :3]))
-    ink_filter = 2 * (width // 2) + 1
-    spread = np.asarray(colours.filter(ImageFilter.MaxFilter(ink_filter + 2))).astype(int) - np.asarray(
-        colours.filter(ImageFilter.MinFilter(ink_filter + 2))
-    )
-    lines = np.clip((spread.max(-1) - 70) / 60, 0, 1) * (grown[..., 3] > 0)
-    lines = np.maximum(lines, np.where(grown[..., 3] > 0, 1 - inner / 255, 1))[..., None]
-    inked = grown[..., :3] * (1 - lines) + 20 * lines
-    return np.dstack([np.round(inked).astype(np.uint8), outer])
+    largest = np.asarray(colours.filter(ImageFilter.MaxFilter(inside)), np.int16)
+    spread = (largest - np.asarray(colours.filter(ImageFilter.MinFilter(inside)))).max(-1)
+    rim = 1 - np.asarray(alpha.filter(ImageFilter.MinFilter(inside)), np.float32) / 255
+    lines = np.maximum(np.clip((spread - 70) / 60, 0, 1), rim)[..., None]
+    inked = np.round(grown[..., :3] * (1 - lines) + 20 * lines).astype(np.uint8)
+    return np.dstack([inked, np.asarray(alpha.filter(outside))])
