@@ -1,7 +1,7 @@
 """Sizes and options of a PaliGemma, read from the hub's config.json.
 
-Three frozen dataclasses, nested as the model is nested. Field names are the hub's. A field that a
-config.json leaves out takes the value that the published checkpoints mean by leaving it out.
+Three frozen dataclasses, nested as the model is nested. Field names are the hub's. The dataclasses' own defaults are
+the sizes of PaliGemma 3B at 224 pixels; a key that a config.json leaves out takes the default of its format instead.
 """
 
 from __future__ import annotations
@@ -127,16 +127,36 @@ class GemmaConfig:
         return self.sliding_window if self.layer_types[layer_idx] == SLIDING_ATTENTION else None
 
 
-# What Gemma 2's configuration means by leaving a key out (the 2B model of arXiv 2408.00118, table 1).
-GEMMA2_DEFAULTS = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "sliding_window": 4096,
+# What a config.json means by leaving a key out. Writers leave out what equals their format's own default, which is not
+# PaliGemma's: Gemma 7B (arXiv 2403.08295, table 1), Gemma 2 2B (arXiv 2408.00118, table 1), SigLIP B/16.
+TEXT_DEFAULTS = {
+    "gemma": {
+        "vocab_size": 256000,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
+    "gemma2": {
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+    },
+}
+VISION_DEFAULTS = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "patch_size": 16,
 }
 
 
@@ -224,9 +244,8 @@ def _read_text_config(data: Mapping[str, Any]) -> GemmaConfig:
     activation = _first(data, "hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
     if activation not in TANH_GELU_NAMES:
         raise ValueError(f"text_config: activation {activation!r} is not computed here; Gemma uses gelu_pytorch_tanh")
-    defaults = GEMMA2_DEFAULTS if model_type == "gemma2" else {}
     values = {
-        **defaults,
+        **TEXT_DEFAULTS.get(model_type, {}),
         **_known_fields(GemmaConfig, data),
         "model_type": model_type,
         "rope_theta": _rope_theta(data),
@@ -241,7 +260,7 @@ def _read_text_config(data: Mapping[str, Any]) -> GemmaConfig:
 
 def _read_vision_config(data: Mapping[str, Any]) -> SiglipVisionConfig:
     _refuse(data, "vision_config", "hidden_act", allowed=(*TANH_GELU_NAMES, None))
-    return SiglipVisionConfig(**_known_fields(SiglipVisionConfig, data))
+    return SiglipVisionConfig(**{**VISION_DEFAULTS, **_known_fields(SiglipVisionConfig, data)})
 
 
 def _known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:

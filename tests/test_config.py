@@ -1,0 +1,177 @@
+"""Configurations as the hub's files spell them, old and new, complete and sparse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import transformers
+
+from paligemma.config import GemmaConfig, PaliGemmaConfig, SiglipVisionConfig
+
+VISION = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "model_type": "siglip_vision_model",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "patch_size": 14,
+    "projection_dim": 2048,
+    "vision_use_head": False,
+}
+# The keys that Google's config.json files have, and no others.
+PALIGEMMA1 = {
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "hidden_size": 2048,
+    "ignore_index": -100,
+    "image_token_index": 257152,
+    "model_type": "paligemma",
+    "pad_token_id": 0,
+    "projection_dim": 2048,
+    "text_config": {
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "model_type": "gemma",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 18,
+        "num_image_tokens": 256,
+        "num_key_value_heads": 1,
+        "torch_dtype": "float32",
+        "vocab_size": 257216,
+    },
+    "torch_dtype": "float32",
+    "vision_config": VISION,
+}
+PALIGEMMA2 = {
+    "_vocab_size": 257152,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "hidden_size": 2048,
+    "image_token_index": 257152,
+    "model_type": "paligemma",
+    "pad_token_id": 0,
+    "projection_dim": 2304,
+    "text_config": {
+        "cache_implementation": "hybrid",
+        "eos_token_id": [1, 107],
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "model_type": "gemma2",
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 257216,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {**VISION, "num_positions": 256, "projection_dim": 2304},
+}
+
+
+def with_text(**changes: object) -> dict:
+    return {**PALIGEMMA1, "text_config": {**PALIGEMMA1["text_config"], **changes}}
+
+
+def test_the_hubs_paligemma_1_file_is_read():
+    config = PaliGemmaConfig.from_dict(PALIGEMMA1)
+    text = config.text_config
+    assert (text.head_dim, text.rope_theta, text.rms_norm_eps, text.max_position_embeddings) == (256, 1e4, 1e-6, 8192)
+    assert text.attention_scale == 256**-0.5
+    assert (text.sliding_window, text.attn_logit_softcapping, text.final_logit_softcapping) == (None, None, None)
+    assert (text.vocab_size, config.image_token_index, config.eos_token_ids) == (257216, 257152, (1,))
+    assert (config.vision_config.image_size, config.vision_config.num_image_tokens) == (224, 256)
+    assert config.dtype == "float32"
+
+
+def test_the_hubs_paligemma_2_file_is_read():
+    config = PaliGemmaConfig.from_dict(PALIGEMMA2)
+    text = config.text_config
+    assert (text.num_attention_heads, text.num_key_value_heads, text.head_dim) == (8, 4, 256)
+    assert (text.attn_logit_softcapping, text.final_logit_softcapping, text.sliding_window) == (50.0, 30.0, 4096)
+    assert [text.window_of_layer(index) for index in range(4)] == [4096, None, 4096, None]
+    assert config.eos_token_ids == (1, 107)
+
+
+def test_the_28b_file_scales_queries_by_144():
+    changes = {"head_dim": 128, "query_pre_attn_scalar": 144, "num_attention_heads": 32, "num_key_value_heads": 16}
+    data = {**PALIGEMMA2, "text_config": {**PALIGEMMA2["text_config"], **changes}}
+    assert PaliGemmaConfig.from_dict(data).text_config.attention_scale == pytest.approx(1 / 12)
+
+
+def test_image_tokens_are_counted_from_the_picture_not_read():
+    data = {**PALIGEMMA2, "vision_config": {**VISION, "image_size": 448, "num_positions": 256}}
+    assert PaliGemmaConfig.from_dict(data).vision_config.num_image_tokens == 1024
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "gemma2"])
+def test_left_out_keys_mean_what_transformers_means(model_type: str):
+    data = {"model_type": "paligemma", "text_config": {"model_type": model_type}, "vision_config": {}}
+    ours = PaliGemmaConfig.from_dict(data)
+    theirs = transformers.PaliGemmaConfig(
+        text_config={"model_type": model_type}, vision_config={"model_type": "siglip_vision_model"}
+    )
+    for name in SiglipVisionConfig.__dataclass_fields__:
+        assert getattr(ours.vision_config, name) == getattr(theirs.vision_config, name), name
+    for name in GemmaConfig.__dataclass_fields__:
+        if name not in ("rope_theta", "layer_types") and hasattr(theirs.text_config, name):
+            assert getattr(ours.text_config, name) == getattr(theirs.text_config, name), name
+    if model_type == "gemma2":
+        assert list(ours.text_config.layer_types) == theirs.text_config.layer_types
+
+
+def test_new_spellings_are_read():
+    data = {key: value for key, value in with_text().items() if key not in ("torch_dtype", "image_token_index")}
+    rope = {"rope_theta": 5e5, "rope_type": "default"}
+    data = {**data, "dtype": "bfloat16", "image_token_id": 5, "text_config": {**data["text_config"]}}
+    data["text_config"] |= {"rope_parameters": rope, "dtype": "float16"}
+    config = PaliGemmaConfig.from_dict(data)
+    assert (config.dtype, config.image_token_index, config.text_config.rope_theta) == ("bfloat16", 5, 5e5)
+
+
+def test_old_spellings_are_read():
+    config = PaliGemmaConfig.from_dict(with_text(rope_theta=5e5, rope_scaling=None, hidden_act="gelu"))
+    assert (config.text_config.rope_theta, config.dtype) == (5e5, "float32")
+
+
+def test_end_tokens_are_gathered_from_every_file():
+    config = PaliGemmaConfig.from_dict(PALIGEMMA2, generation={"eos_token_id": [1, 9]})
+    assert config.eos_token_ids == (1, 9, 107)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({**PALIGEMMA1, "model_type": "llava"}, "'llava'"),
+        ({key: value for key, value in PALIGEMMA1.items() if key != "text_config"}, "no text_config"),
+        (with_text(model_type="llama"), "'llama'"),
+        (with_text(attention_bias=True), "attention_bias True"),
+        (with_text(hidden_act="relu"), "'relu'"),
+        (with_text(rope_scaling={"type": "linear", "factor": 2}), "'linear'"),
+        (with_text(num_attention_heads=8, num_key_value_heads=3), "not a multiple of num_key_value_heads 3"),
+        (with_text(head_dim=7), "head_dim is 7"),
+        (with_text(num_hidden_layers=0), "num_hidden_layers is 0"),
+        ({**PALIGEMMA1, "vision_config": {**VISION, "num_attention_heads": 5}}, "num_attention_heads 5"),
+        ({**PALIGEMMA1, "vision_config": {**VISION, "patch_size": 500}}, "patch_size 500"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(data: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        PaliGemmaConfig.from_dict(data)
+
+
+@pytest.mark.parametrize("data", [PALIGEMMA1, PALIGEMMA2])
+def test_a_written_configuration_reads_back_equal(data: dict, tmp_path):
+    config = PaliGemmaConfig.from_dict(data)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    assert PaliGemmaConfig.from_folder(tmp_path) == config
+
+
+@pytest.mark.parametrize(("content", "message"), [("{", "not valid JSON"), ("[]", "not a JSON object")])
+def test_a_broken_file_is_named(content: str, message: str, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        PaliGemmaConfig.from_folder(tmp_path)
