@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference_models import our_model, prompt_ids
+
+from paligemma import gemma
+from paligemma.config import GemmaConfig
+from paligemma.gemma import (
+    GemmaForCausalLM,
+    GemmaMLP,
+    GemmaModel,
+    GemmaRMSNorm,
+    GemmaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    attention,
+    attention_weights,
+    limit_to_window,
+    plain_attention,
+    soft_cap,
+)
+
+TINY = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# Norm, activation, embedding scale
+
+
+def test_rms_norm_in_bfloat16_is_within_one_step_of_float32() -> None:
+    norm = GemmaRMSNorm(256).requires_grad_(False)
+    norm.weight.copy_(random(256, seed=1))
+    norm.bfloat16()
+    x = random(64, 256, dtype=torch.bfloat16) * 7
+    narrow = norm(x)
+    wide = norm.float()(x.float())
+    assert narrow.dtype == torch.bfloat16
+    steps = narrow.view(torch.int16).int() - wide.bfloat16().view(torch.int16).int()
+    assert steps.abs().max() <= 1
+
+
+def test_rms_norm_multiplies_by_one_plus_weight() -> None:
+    norm = GemmaRMSNorm(4)
+    x = torch.tensor([[2.0, -2.0, 2.0, -2.0]])
+    torch.testing.assert_close(norm(x), x / 2)
+    with torch.no_grad():
+        norm.weight.fill_(0.5)
+    torch.testing.assert_close(norm(x), x / 2 * 1.5)
+
+
+def test_rms_norm_does_not_overflow_in_float16() -> None:
+    x = torch.full((1, 8), 6e4, dtype=torch.float16)
+    torch.testing.assert_close(GemmaRMSNorm(8).half()(x), torch.ones_like(x))
+
+
+def test_mlp_uses_the_tanh_gelu() -> None:
+    mlp = GemmaMLP(GemmaConfig(**{**TINY, "hidden_size": 1, "intermediate_size": 1}))
+    with torch.no_grad():
+        for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            layer.weight.fill_(1.0)
+        output = mlp(torch.tensor([[-1.0]])).item()
+    assert output == pytest.approx(0.15881, abs=5e-6)  # gelu(-1) * -1; with erf: 0.15866
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "dtype", "factor"),
+    [
+        (2048, torch.float32, 45.254834),
+        (2048, torch.bfloat16, 45.25),
+        (2048, torch.float16, 45.25),
+        (2304, torch.bfloat16, 48.0),
+        (3584, torch.bfloat16, 59.75),
+        (3584, torch.float16, 59.875),
+        (4608, torch.bfloat16, 68.0),
+        (4608, torch.float16, 67.875),
+    ],
+)
+def test_embedding_scale_is_rounded_to_the_type(hidden_size: int, dtype: torch.dtype, factor: float) -> None:
+    with torch.device("meta"):
+        model = GemmaModel(GemmaConfig(**{**TINY, "hidden_size": hidden_size}))
+    scaled = model.scale_embeddings(torch.ones(1, dtype=dtype))
+    assert scaled.dtype == dtype
+    assert scaled.item() == pytest.approx(factor, rel=1e-7)
+
+
+# Rotary positions
+
+
+def test_rotary_keeps_lengths_and_depends_on_distance_only() -> None:
+    rotary = GemmaRotaryEmbedding(GemmaConfig(**TINY, head_dim=16))
+    query, key = random(1, 1, 1, 16), random(1, 1, 1, 16, seed=1)
+
+    def score(query_position: int, key_position: int) -> float:
+        rotated = [
+            apply_rotary_pos_emb(x, *rotary(torch.tensor([[position]])))
+            for x, position in ((query, query_position), (key, key_position))
+        ]
+        torch.testing.assert_close(rotated[0].norm(), query.norm())
+        return (rotated[0] * rotated[1]).sum().item()
+
+    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
+    assert score(9, 4) != pytest.approx(score(4, 9), abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_angles_stay_float32_in_lower_types(dtype: torch.dtype) -> None:
+    """bfloat16 has no odd integers above 256, so that rounded positions would fall together."""
+    rotary = GemmaRotaryEmbedding(GemmaConfig(**TINY, head_dim=16)).to(dtype)
+    cos, sin = rotary(torch.tensor([[4096, 4097]]))
+    assert cos.dtype == sin.dtype == torch.float32
+    torch.testing.assert_close(cos[0, 0, :, 0], torch.tensor([4096.0, 4097.0]).cos())
+
+
+# Attention
+
+
+def qkv(
+    batch: int = 2, heads: int = 6, key_heads: int = 2, queries: int = 5, keys: int = 9, dim: int = 8
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        random(batch, heads, queries, dim, seed=1) * 2,
+        random(batch, key_heads, keys, dim, seed=2) * 2,
+        random(batch, key_heads, keys, dim, seed=3),
+    )
+
+
+def random_mask(batch: int, queries: int, keys: int) -> torch.Tensor:
+    visible = random(batch, 1, queries, keys, seed=4) > 0
+    visible[..., 0] = True
+    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 6])
+@pytest.mark.parametrize("masked", [False, True])
+def test_fused_attention_agrees_with_the_plain_one(key_heads: int, masked: bool) -> None:
+    queries, keys, values = qkv(key_heads=key_heads)
+    mask = random_mask(2, 5, 9) if masked else None
+    fused = attention(queries, keys, values, mask, 0.3, None)
+    torch.testing.assert_close(fused, plain_attention(queries, keys, values, mask, 0.3, None), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("block", [1, 2, 3, 5])
+def test_attention_in_blocks_of_queries_equals_the_whole(
+    monkeypatch: pytest.MonkeyPatch, block: int, softcap: float | None
+) -> None:
+    queries, keys, values = qkv()
+    mask = random_mask(2, 5, 9)
+    whole = plain_attention(queries, keys, values, mask, 0.3, softcap)
+    monkeypatch.setattr(gemma, "QUERY_BLOCK", block)
+    torch.testing.assert_close(plain_attention(queries, keys, values, mask, 0.3, softcap), whole, atol=1e-6, rtol=0)
+
+
+def test_a_key_head_serves_neighbouring_query_heads() -> None:
+    queries, keys, values = qkv(heads=4, key_heads=2)
+    grouped = attention(queries, keys, values, None, 0.3, None)
+    for head in range(4):
+        own = slice(head // 2, head // 2 + 1)
+        alone = attention(queries[:, head : head + 1], keys[:, own], values[:, own], None, 0.3, None)
+        torch.testing.assert_close(grouped[:, head : head + 1], alone)
+
+
+def test_weights_sum_to_one_and_hidden_keys_get_none() -> None:
+    queries, keys, _ = qkv()
+    mask = random_mask(2, 5, 9)
+    weights = attention_weights(queries, keys, mask, 0.3, 5.0)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 6, 5))
+    assert (weights[(mask < 0).expand_as(weights)] == 0).all()
+
+
+def test_scores_are_capped_before_the_mask() -> None:
+    """A cap behind the mask would lift hidden keys from minus infinity to minus the cap."""
+    queries, keys = torch.full((1, 1, 1, 4), 100.0), torch.full((1, 1, 3, 4), -100.0)
+    mask = torch.tensor([0.0, 0.0, torch.finfo(torch.float32).min]).view(1, 1, 1, 3)
+    weights = attention_weights(queries, keys, mask, 1.0, 50.0)
+    torch.testing.assert_close(weights.flatten(), torch.tensor([0.5, 0.5, 0.0]))
+
+
+def test_capped_scores_stay_inside_the_cap() -> None:
+    scores = torch.linspace(-1e4, 1e4, 1001)
+    capped = soft_cap(scores, 50.0)
+    assert capped.abs().max() <= 50.0
+    torch.testing.assert_close(soft_cap(torch.tensor([0.1, -0.1]), 50.0), torch.tensor([0.1, -0.1]), atol=1e-6, rtol=0)
+    assert (capped.diff() >= 0).all()
+
+
+def test_softcap_limits_how_far_weights_can_differ() -> None:
+    queries, keys = torch.tensor([[[[100.0]]]]), torch.tensor([[[[1.0], [-1.0]]]])
+    weights = attention_weights(queries, keys, None, 1.0, 2.0).flatten()
+    assert (weights[0] / weights[1]).item() == pytest.approx(math.exp(4.0), rel=1e-3)
+
+
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_a_row_that_sees_nothing_stays_finite(softcap: float | None) -> None:
+    queries, keys, values = qkv()
+    mask = torch.full((1, 1, 5, 9), torch.finfo(torch.float32).min)
+    assert attention(queries, keys, values, mask, 0.3, softcap).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "scale"),
+    [
+        ({"head_dim": 256}, 256**-0.5),
+        ({"head_dim": 128, "query_pre_attn_scalar": 144}, 1 / 12),
+    ],
+)
+def test_query_scale(fields: dict[str, int], scale: float) -> None:
+    config = GemmaConfig(**TINY, **fields)
+    layer = GemmaModel(config).layers[0].self_attn
+    assert layer.scale == pytest.approx(scale)
+
+
+def test_a_window_hides_what_lies_further_back() -> None:
+    mask = limit_to_window(None, num_queries=2, num_keys=6, window=3, like=torch.zeros(1))
+    assert ((mask < 0)[0, 0]).int().tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
+    given = torch.zeros(1, 1, 2, 6)
+    given[..., 0, 5] = -1.0
+    kept = limit_to_window(given, 2, 6, 3, given)
+    assert kept[0, 0, 0, 5] == -1.0 and kept[0, 0, 0, 2] == 0.0
+    assert limit_to_window(None, 2, 3, 3, given) is None
+
+
+# Whole decoder
+
+
+def test_the_head_is_the_embedding() -> None:
+    model = GemmaForCausalLM(GemmaConfig(**TINY))
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert model.lm_head.bias is None
+
+
+@pytest.mark.parametrize("case", ["paligemma1", "paligemma2"])
+def test_forward_scales_embeddings_and_keeps_the_last_positions(case: str) -> None:
+    model = our_model(case).language_model
+    ids = prompt_ids("paligemma1")[:, -3:]
+    with torch.inference_mode():
+        embeddings = model.get_input_embeddings()(ids)
+        logits = model(inputs_embeds=embeddings)["logits"]
+        hidden = model.model.run_layers(embeddings * model.config.hidden_size**0.5)
+        last = model(inputs_embeds=embeddings, logits_to_keep=1)["logits"]
+        expected = model.compute_logits(hidden)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(last, logits[:, -1:], atol=1e-5, rtol=0)
+    assert logits.dtype == torch.float32
+    if case == "paligemma2":
+        assert logits.abs().max() < 30
+
+
+def test_missing_embeddings_are_an_error() -> None:
+    with pytest.raises(ValueError, match="inputs_embeds is missing"):
+        GemmaForCausalLM(GemmaConfig(**TINY))()
+
+
+def test_gemma2_normalises_what_a_block_adds_and_gemma1_what_it_reads() -> None:
+    names1 = {name for name, _ in GemmaModel(GemmaConfig(**TINY)).layers[0].named_parameters() if "norm" in name}
+    names2 = {
+        name
+        for name, _ in GemmaModel(GemmaConfig(**TINY, model_type="gemma2")).layers[0].named_parameters()
+        if "norm" in name
+    }
+    assert names1 == {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    assert names2 - names1 == {"pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"}
+
+
+def test_pre_norm_layer_passes_its_input_on_unnormalised() -> None:
+    """With blocks that give nothing, a layer is the identity in both generations."""
+    for model_type in ("gemma", "gemma2"):
+        layer = GemmaModel(GemmaConfig(**TINY, model_type=model_type)).layers[0]
+        with torch.no_grad():
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        x = random(1, 3, 8) * 9
+        rotary = GemmaRotaryEmbedding(GemmaConfig(**TINY))(torch.tensor([[1, 2, 3]]))
+        torch.testing.assert_close(layer(x, rotary, None, None), x)
+
+
+def test_plain_attention_equals_torch_in_float64() -> None:
+    """The specification against an independent one, in a type where rounding cannot hide a fault."""
+    queries, keys, values = (x.double() for x in qkv(heads=2, key_heads=2))
+    expected = F.softmax(queries @ keys.transpose(-1, -2) * 0.3, dim=-1) @ values
+    torch.testing.assert_close(plain_attention(queries, keys, values, None, 0.3, None), expected, atol=1e-5, rtol=0)
