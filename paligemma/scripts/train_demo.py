@@ -1,0 +1,502 @@
+"""Train the bundled model, from nothing to `assets/demo`: `python -m paligemma.scripts.train_demo`.
+
+A PaliGemma of about five million parameters learns to caption, count, find and segment emoji in pictures that are
+composed while it trains. Three stages, each with the model's own classes:
+
+* vision: the tower and projector alone learn what each patch shows, its colour and its object's box. This stands in for
+  SigLIP's pre-training; without it the decoder finds nothing to read for a long time.
+* packed: many questions about a picture share its image tokens in one row, where image tokens see only each other. This
+  is several times cheaper than a row a question and teaches most of what is to be learned.
+* single: PaliGemma's own rows and masks, one question each, through the model's training forward. Every third step from
+  the start, so that the model never drifts from the masks it is used with, and every step of the last part,
+  while the learning rate falls to zero.
+
+Matrices are updated by Muon, the rest by AdamW. A run that is stopped goes on where it was; a run that is started with
+more steps than a finished one goes on from before that one's learning rate fell. The drawings are fetched with npm.
+Needs `paligemma/scripts/requirements.txt`, and g++ for the compiled steps (`--no-compile` does without).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from paligemma.checkpoint import save
+from paligemma.config import GemmaConfig, PaliGemmaConfig, SiglipVisionConfig
+from paligemma.modeling import PaliGemmaForConditionalGeneration
+from paligemma.scripts.demo_batches import (
+    BOS,
+    EOS,
+    GRID,
+    IMAGE_SIZE,
+    NO_LABEL,
+    NUM_PATCHES,
+    PAD,
+    PATCH_SIZE,
+    Batch,
+    BatchOptions,
+    make_batch,
+    packed_positions,
+    packed_visible,
+    single_inputs,
+    start_worker,
+)
+from paligemma.scripts.demo_icons import CLASSES, COLOURS, fetch_icons
+from paligemma.scripts.demo_tokenizer import build_tokenizer, save_tokenizer, word_pieces
+from paligemma.scripts.eval_demo import QuickEvaluation
+
+LOG_EVERY = 50
+NUM_LOCATIONS = 1024
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What the command line sets.
+
+    `vision_steps`, then `steps` more, the last `cooldown_steps` of them with a falling learning rate. `matrix_rate` is
+    Muon's (its updates are brought to AdamW's size), `rate` AdamW's.
+    """
+
+    output: Path = Path("assets/demo")
+    work: Path = Path("runs/demo")
+    icons: Path = Path("runs/icons")
+    mask_encoder: Path = Path("runs/masks/encoder.safetensors")
+    vision_steps: int = 1200
+    steps: int = 6000
+    cooldown_steps: int = 1500
+    warmup_steps: int = 150
+    matrix_rate: float = 2e-3
+    rate: float = 1.5e-3
+    weight_decay: float = 0.05
+    seed: int = 0
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    compile: bool = True
+    evaluate_every: int = 500
+    save_minutes: float = 3.0
+    batch: BatchOptions = field(default_factory=BatchOptions)
+
+    def stage(self, step: int) -> str:
+        """The stage of a step, counted from 0 over the whole run."""
+        if step < self.vision_steps:
+            return "vision"
+        cooling = step >= self.total_steps - self.cooldown_steps
+        return "single" if cooling or step % 3 == 2 else "packed"
+
+    @property
+    def total_steps(self) -> int:
+        return self.vision_steps + self.steps
+
+    def rate_factor(self, step: int) -> float:
+        """What the learning rates are multiplied by: a warm-up, a plateau, a straight fall to zero."""
+        since_stage = step if step < self.vision_steps else step - self.vision_steps
+        warm = min(1.0, (since_stage + 1) / self.warmup_steps)
+        return warm * min(1.0, (self.total_steps - step) / self.cooldown_steps)
+
+    def progress(self, step: int) -> float:
+        """How far the text stages are, 0 to 1."""
+        return min(1.0, max(0.0, (step - self.vision_steps) / max(1, self.steps)))
+
+
+def demo_config(vocab_size: int, image_token_index: int) -> PaliGemmaConfig:
+    """The bundled model's sizes: SigLIP at 112 pixels, 64 image tokens, a decoder of five layers."""
+    vision = SiglipVisionConfig(
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        image_size=IMAGE_SIZE,
+        patch_size=PATCH_SIZE,
+    )
+    text = GemmaConfig(
+        vocab_size=vocab_size,
+        hidden_size=192,
+        intermediate_size=640,
+        num_hidden_layers=5,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=1024,
+    )
+    return PaliGemmaConfig(
+        vision, text, image_token_index, bos_token_id=BOS, pad_token_id=PAD, eos_token_ids=(EOS,), dtype="bfloat16"
+    )
+
+
+class Vocabulary:
+    """The ids that the losses speak of."""
+
+    def __init__(self) -> None:
+        tokenizer = build_tokenizer()
+        self.size = tokenizer.get_vocab_size()
+        self.image = tokenizer.token_to_id("<image>")
+        self.first_location = tokenizer.token_to_id("<loc0000>")
+        self.first_mask_code = tokenizer.token_to_id("<seg000>")
+        classes, colours = word_pieces(tokenizer)
+        self.class_words = _columns([classes[name] for name in CLASSES])
+        self.colour_words = _columns([colours[name] for name in COLOURS])
+
+    def is_location(self, ids: Tensor) -> Tensor:
+        return (ids >= self.first_location) & (ids < self.first_location + NUM_LOCATIONS)
+
+    def is_mask_code(self, ids: Tensor) -> Tensor:
+        return (ids >= self.first_mask_code) & (ids < self.image)
+
+
+def _columns(words: list[list[int]]) -> Tensor:
+    """Ids (variants, names): the k-th word of every name, the last one where a name has fewer."""
+    longest = max(map(len, words))
+    return torch.tensor([[ids[min(k, len(ids) - 1)] for ids in words] for k in range(longest)])
+
+
+def initialise(model: PaliGemmaForConditionalGeneration, vocabulary: Vocabulary, seed: int) -> None:
+    """Random weights: layers near the identity, neighbouring `<loc>` rows alike."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "embed" not in name:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
+            if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight", "fc2.weight")):
+                parameter.data *= 0.3
+        elif "embed" in name and parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.05, generator=generator)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+    table = model.language_model.get_input_embeddings().weight.data
+    rows = slice(vocabulary.first_location, vocabulary.first_location + NUM_LOCATIONS)
+    offsets = torch.arange(-72, 73) / 24
+    kernel = torch.exp(-0.5 * offsets**2)[None, None]
+    noise = torch.randn((table.shape[1], 1, NUM_LOCATIONS + 144), generator=generator)
+    smooth = F.conv1d(noise, kernel)[:, 0].T
+    table[rows] = 0.05 * smooth / smooth.std()
+
+
+class DenseHeads(nn.Module):
+    """What each patch shows, read from its features; used in training only.
+
+    Classes, colours and boxes are read from the tower; the words that name them, and the `<loc>` rows of
+    the box, from the projector's output, which so comes to lie among the word embeddings.
+    """
+
+    def __init__(self, config: PaliGemmaConfig) -> None:
+        super().__init__()
+        vision, text = config.vision_config.hidden_size, config.text_config.hidden_size
+        self.classes = nn.Linear(vision, len(CLASSES) + 1)
+        self.colours = nn.Linear(vision, len(COLOURS))
+        self.boxes = nn.Linear(vision, 4)
+        self.locations = nn.Linear(text, 4 * text)
+
+    def forward(
+        self, tower: Tensor, rows: Tensor, table: Tensor, labels: dict[str, Tensor], words: Vocabulary
+    ) -> Tensor:
+        """The summed losses for tower features (B, N, vision), image rows (B, N, text) and the embedding table."""
+        classes, colours, boxes = labels["patch_class"], labels["patch_colour"], labels["patch_box"]
+        loss = F.cross_entropy(self.classes(tower).float().flatten(0, 1), classes.flatten())
+        shown = classes < len(CLASSES)
+        tower, rows, boxes = tower[shown], _normalised(rows[shown].float()), boxes[shown]
+        centres = patch_centres(tower.device).expand(*shown.shape, 4)[shown]
+        loss = loss + 8 * (self.boxes(tower).float() + centres - boxes).abs().mean()
+        painted = colours[shown]
+        loss = loss + 0.5 * _mean_loss(self.colours(tower).float(), painted)
+        for ids in words.class_words:
+            loss = loss + 0.5 / len(words.class_words) * F.cross_entropy(rows @ table[ids].T, classes[shown])
+        for ids in words.colour_words:
+            loss = loss + 0.2 / len(words.colour_words) * _mean_loss(rows @ table[ids].T, painted)
+        queries = _normalised(self.locations(rows).unflatten(-1, (4, -1)))
+        location_rows = table[words.first_location : words.first_location + NUM_LOCATIONS]
+        bins = (boxes[:, [1, 0, 3, 2]] * NUM_LOCATIONS).long().clamp(0, NUM_LOCATIONS - 1)
+        return loss + 0.25 * location_loss((queries @ location_rows.T).flatten(0, 1), bins.flatten(), 8.0).mean()
+
+
+def patch_centres(device: torch.device | str) -> Tensor:
+    """[x, y, x, y] of each patch's centre as shares of the side, (N, 4)."""
+    steps = (torch.arange(GRID, device=device) + 0.5) / GRID
+    y, x = torch.meshgrid(steps, steps, indexing="ij")
+    return torch.stack([x, y, x, y], dim=-1).flatten(0, 1)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy over the labels that are there; zero, not NaN, where none is."""
+    total = F.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
+    return total / (labels != NO_LABEL).sum().clamp(min=1)
+
+
+def location_loss(logits: Tensor, bins: Tensor, sigma: float) -> Tensor:
+    """Cross-entropy (n,) against a bell of width `sigma` bins around each true bin; logits are (n, 1024)."""
+    distance = torch.arange(NUM_LOCATIONS, device=logits.device) - bins[:, None]
+    target = torch.softmax(-0.5 * (distance / sigma) ** 2, dim=-1)
+    return -(target * logits.log_softmax(-1)).sum(-1)
+
+
+def text_loss(logits: Tensor, targets: Tensor, words: Vocabulary, progress: float) -> Tensor:
+    """Weighted mean cross-entropy of the answers' tokens.
+
+    `<loc>` tokens are learned against a bell that narrows as training goes on (`progress`, 0 to 1) and weigh less at
+    first; the sixteen `<seg>` codes of a mask weigh less than words.
+
+    Args:
+        logits: float32 (n, vocabulary). targets: (n,), all of them to be learned.
+    """
+    is_location = words.is_location(targets)
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    rows = logits[is_location]
+    columns = slice(words.first_location, words.first_location + NUM_LOCATIONS)
+    outside = torch.logsumexp(rows, -1) - torch.logsumexp(rows[:, columns], -1)
+    sigma = 10 - 7.5 * progress
+    located = outside + location_loss(rows[:, columns], targets[is_location] - words.first_location, sigma)
+    losses = losses.masked_scatter(is_location, located)
+    weights = torch.where(is_location, 0.4 + 0.4 * progress, torch.where(words.is_mask_code(targets), 0.3, 1.0))
+    return (losses * weights).sum() / weights.sum()
+
+
+class Trainer:
+    """The model, its training-only heads, the optimizers, and what a step of each stage does."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        torch.manual_seed(options.seed)
+        self.options, self.words, self.step = options, Vocabulary(), 0
+        self.device = torch.device(options.device)
+        config = demo_config(self.words.size, self.words.image)
+        self.model = PaliGemmaForConditionalGeneration(config)
+        initialise(self.model, self.words, options.seed)
+        self.heads = DenseHeads(config)
+        self.model.to(self.device)
+        self.heads.to(self.device)
+        self.optimizers = self._make_optimizers()
+        if options.compile:
+            decoder = self.model.language_model.model
+            self.model.vision_tower.compile(dynamic=False)
+            decoder.run_layers = torch.compile(decoder.run_layers, dynamic=False)
+
+    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
+        matrices, others = [], []
+        for name, parameter in self.model.named_parameters():
+            (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
+        options = self.options
+        muon = torch.optim.Muon(
+            matrices, lr=options.matrix_rate, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        others += self.heads.parameters()
+        adam = torch.optim.AdamW(others, lr=options.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+        return [muon, adam]
+
+    def train_step(self, batch: Batch) -> dict[str, float]:
+        """One update; returns the losses."""
+        stage = self.options.stage(self.step)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            losses = self.losses(stage, batch)
+        total = sum(losses.values())
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        total.backward()
+        parameters = [*self.model.parameters(), *self.heads.parameters()]
+        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+        if not math.isfinite(norm):
+            raise ArithmeticError(f"the gradient is {norm} at step {self.step}; resume with a lower learning rate")
+        rates = (self.options.matrix_rate, self.options.rate)
+        for optimizer, rate in zip(self.optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * self.options.rate_factor(self.step)
+            optimizer.step()
+        self.step += 1
+        return {name: value.item() for name, value in losses.items()}
+
+    def losses(self, stage: str, batch: Batch) -> dict[str, Tensor]:
+        """The loss of the patches, weighted, and of the text where the stage has one."""
+        tensors = {name: self._tensor(value) for name, value in vars(batch).items() if value is not None}
+        pixels = tensors["images"].permute(0, 3, 1, 2).float() / 127.5 - 1
+        tower = self.model.vision_tower(pixels)
+        features = self.model.multi_modal_projector(tower)
+        table = self.model.language_model.get_input_embeddings().weight
+        dense = self.heads(tower, features, table, tensors, self.words)
+        if stage == "vision":
+            return {"patches": dense}
+        progress = self.options.progress(self.step)
+        logits = self.packed_logits if stage == "packed" else self.single_logits
+        asked = tensors["targets"] != NO_LABEL
+        text = text_loss(logits(features, tensors, asked), tensors["targets"][asked], self.words, progress)
+        return {"patches": (0.4 - 0.25 * progress) * dense, "text": text}
+
+    def packed_logits(self, features: Tensor, text: dict[str, Tensor], asked: Tensor) -> Tensor:
+        """Logits (n, vocabulary) at the asked places of rows that hold several questions."""
+        decoder = self.model.language_model.model
+        rows = torch.cat((features.float(), decoder.scale_embeddings(decoder.embed_tokens(text["ids"]))), dim=1)
+        visible = packed_visible(text["segment"], text["kind"])
+        mask = torch.zeros(visible.shape, dtype=torch.bfloat16, device=self.device)
+        mask.masked_fill_(~visible, torch.finfo(torch.bfloat16).min)
+        hidden = decoder.run_layers(rows, mask, None, packed_positions(text["segment"]))
+        return self.model.language_model.compute_logits(hidden[:, NUM_PATCHES:][asked])
+
+    def single_logits(self, features: Tensor, text: dict[str, Tensor], asked: Tensor) -> Tensor:
+        """The same for rows of one question, by the model's own forward."""
+        repeated = features.float().repeat_interleave(len(asked) // len(features), dim=0)
+        output = self.model(**single_inputs(text, self.words.image), image_features=repeated)
+        return output["logits"][:, NUM_PATCHES:][asked]
+
+    def _tensor(self, value: np.ndarray) -> Tensor:
+        return torch.from_numpy(value).to(self.device)
+
+    def state(self) -> dict:
+        """Everything that resuming needs; the plan is that of the options."""
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "heads": self.heads.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "total_steps": self.options.total_steps,
+        }
+
+    def restore(self, state: dict) -> None:
+        """Go on from `state()`."""
+        self.step = state["step"]
+        self.model.load_state_dict(state["model"])
+        self.heads.load_state_dict(state["heads"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+
+def batches(options: TrainOptions, first_step: int, chunk: int = 24) -> Iterator[Batch]:
+    """The batches from `first_step` on.
+
+    They are made a chunk at a time by as many processes as there are cores while training waits: side by side the two
+    would slow each other down by more than the waiting costs.
+    """
+    workers = max(1, multiprocessing.cpu_count())
+    arguments = (options.icons, options.mask_encoder, options.batch, options.seed)
+    with multiprocessing.get_context("spawn").Pool(workers, start_worker, arguments) as pool:
+        for start in range(first_step, options.total_steps, chunk):
+            steps = range(start, min(start + chunk, options.total_steps))
+            yield from pool.map(make_batch, [(options.stage(step), step) for step in steps], chunksize=1)
+
+
+def save_state(trainer: Trainer, path: Path) -> None:
+    """Write the resume file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    torch.save(trainer.state(), partial)
+    partial.replace(path)
+
+
+def find_state(options: TrainOptions) -> Path | None:
+    """The resume file that fits the plan: the newest one, or that before an earlier plan's learning rate fell."""
+    newest, plateau = options.work / "state.pt", options.work / "plateau.pt"
+    if not newest.exists():
+        return None
+    planned = torch.load(newest, weights_only=True, map_location="cpu", mmap=True)["total_steps"]
+    return plateau if planned != options.total_steps and plateau.exists() else newest
+
+
+def export(model: PaliGemmaForConditionalGeneration, folder: Path) -> None:
+    """Write the model as the hub has one: bfloat16 weights, configuration, tokenizer, preprocessing, end token."""
+    save_tokenizer(folder)
+    save(model, folder, dtype=torch.bfloat16)
+    config = model.config
+    preprocessor = {
+        "image_processor_type": "SiglipImageProcessor",
+        "image_seq_length": config.vision_config.num_image_tokens,
+        "do_resize": True,
+        "size": {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+        "resample": 3,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "processor_class": "PaliGemmaProcessor",
+    }
+    generation = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    for name, data in (("preprocessor_config", preprocessor), ("generation_config", generation)):
+        (folder / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+class Log:
+    """`log.jsonl`: a line every LOG_EVERY steps with mean losses, and one for each evaluation."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sums: dict[str, list[float]] = {}
+        self.started = time.monotonic()
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, step: int, stage: str, losses: dict[str, float]) -> None:
+        """Note a step's losses."""
+        for name, value in losses.items():
+            self.sums.setdefault(f"{stage}_{name}", []).append(value)
+        if step % LOG_EVERY == 0:
+            means = {name: round(float(np.mean(values)), 4) for name, values in self.sums.items()}
+            self.write({"step": step, "seconds": round(time.monotonic() - self.started), **means})
+            self.sums.clear()
+
+    def write(self, line: dict) -> None:
+        """Append a line."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def train(options: TrainOptions) -> None:
+    """Run the plan, or what is left of it, and export the result."""
+    if not (options.icons / "node_modules").exists():
+        fetch_icons(options.icons)
+    trainer = Trainer(options)
+    state = find_state(options)
+    if state is not None:
+        trainer.restore(torch.load(state, weights_only=True, map_location=trainer.device))
+        print(f"going on from {state} at step {trainer.step} of {options.total_steps}")
+    evaluation = QuickEvaluation(options.icons, options.mask_encoder)
+    log = Log(options.work / "log.jsonl")
+    saved = time.monotonic()
+    with tqdm(total=options.total_steps, initial=trainer.step, smoothing=0.05, mininterval=5) as bar:
+        for batch in batches(options, trainer.step):
+            if trainer.step == options.total_steps - options.cooldown_steps:
+                save_state(trainer, options.work / "plateau.pt")
+            stage = options.stage(trainer.step)
+            losses = trainer.train_step(batch)
+            log.add(trainer.step, stage, losses)
+            bar.update()
+            bar.set_postfix({stage: f"{sum(losses.values()):.3f}"}, refresh=False)
+            done = trainer.step == options.total_steps
+            if done or time.monotonic() - saved > 60 * options.save_minutes:
+                save_state(trainer, options.work / "state.pt")
+                saved = time.monotonic()
+            if done or (trainer.step > options.vision_steps and trainer.step % options.evaluate_every == 0):
+                log.write({"step": trainer.step, "evaluation": evaluation(trainer.model)})
+    export(trainer.model, options.output)
+    print(f"wrote {options.output}")
+
+
+def parse_options(arguments: list[str] | None = None) -> TrainOptions:
+    """Read the command line; every field of TrainOptions but `batch` is an option."""
+    parser = argparse.ArgumentParser(prog="python -m paligemma.scripts.train_demo", description=__doc__.split("\n")[0])
+    for name, value in vars(TrainOptions()).items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value)
+        elif name != "batch":
+            parser.add_argument(flag, type=type(value), default=value, help=f"default: {value}")
+    return TrainOptions(**vars(parser.parse_args(arguments)))
+
+
+def main() -> None:
+    """Train by the command line's options."""
+    options = parse_options()
+    options.work.mkdir(parents=True, exist_ok=True)
+    settings = {name: str(value) for name, value in asdict(options).items()}
+    (options.work / "options.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    train(options)
+
+
+if __name__ == "__main__":
+    main()
