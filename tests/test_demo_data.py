@@ -172,6 +172,8 @@ def test_scene_options_refuse_nonsense():
         SceneOptions(counts=())
     with pytest.raises(ValueError, match="longest"):
         SceneOptions(longest=(0.6, 0.3))
+    with pytest.raises(ValueError, match="overlap"):
+        SceneOptions(overlap=0.9)
 
 
 # --- questions ---

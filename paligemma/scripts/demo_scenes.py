@@ -21,14 +21,14 @@ SPLITS = {"training": 0, "evaluation": 1}
 MARGIN = 2  # transparent pixels around a drawing, so that its edge is interpolated and not cut
 LEVEL_STEP = 2**0.5  # from one stored size of a drawing to the next
 SMALLEST_LEVEL = 20
-PLACING_TRIES = 48
+PLACING_TRIES = 32
 
 
 @dataclass(frozen=True)
 class SceneOptions:
     """How scenes are drawn at random.
 
-    `counts` weighs 1, 2, 3, ... objects. `longest` is the range of an object's longer side as a share of
+    `counts` weighs 1, 2, 3 and 4 objects. `longest` is the range of an object's longer side as a share of
     the picture; pictures with many objects use its lower part. `overlap` is the largest share of the
     smaller box that two boxes may have in common, `apart` the least horizontal distance of two centres, so
     that left to right is never a guess. `all_same`, `repeat`, `other_drawings`, `mixed_styles` and
@@ -52,10 +52,12 @@ class SceneOptions:
     augment: bool = True
 
     def __post_init__(self) -> None:
-        if not self.counts or min(self.counts) < 0 or sum(self.counts) <= 0:
-            raise ValueError(f"counts is {self.counts}, expected weights of at least 0, one of them positive")
+        if not 1 <= len(self.counts) <= 4 or min(self.counts) < 0 or sum(self.counts) <= 0:
+            raise ValueError(f"counts is {self.counts}, expected one to four weights of at least 0, not all 0")
         if not 0 < self.longest[0] <= self.longest[1] < 1:
             raise ValueError(f"longest is {self.longest}, expected 0 < low <= high < 1")
+        if not 0 <= self.overlap <= 0.5:
+            raise ValueError(f"overlap is {self.overlap}, expected 0 to 0.5")
 
 
 TRAINING = SceneOptions()
@@ -99,7 +101,8 @@ class Drawing:
 
     def level_for(self, scale: float) -> tuple[float, Image.Image]:
         """The stored size that is nearest to `scale` of the sprite, by ratio."""
-        return min(self.levels, key=lambda level: abs(math.log(level[0] / scale)))
+        number = round(-math.log(scale) / math.log(LEVEL_STEP))
+        return self.levels[min(max(number, 0), len(self.levels) - 1)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -376,9 +379,9 @@ def _find_room(
 
 def _choose_tint(generator: np.random.Generator, sprite: Sprite) -> np.ndarray | None:
     """A change of hue, saturation and light: strong where no colour word is at stake, slight where one is."""
-    strength = generator.uniform(0.75, 1.15)
     if CLASSES[sprite.class_name].recolour is not None:
-        return _tint(math.radians(generator.uniform(-6, 6)), generator.uniform(0.85, 1.1), strength)
+        return _tint(math.radians(generator.uniform(-6, 6)), generator.uniform(0.85, 1.1), generator.uniform(0.9, 1.1))
+    strength = generator.uniform(0.75, 1.15)
     kind = generator.random()
     if kind < 0.5:
         return None
@@ -462,11 +465,12 @@ def _object(placement: Placement, size: int, alpha: np.ndarray, corner: tuple[in
 
 def _draw(placement: Placement, size: int) -> tuple[np.ndarray, tuple[int, int]]:
     """The placed drawing's premultiplied RGBA patch, and the picture's pixel (x, y) where it begins."""
-    matrix = placement.matrix * size
-    scale, picture = placement.drawing.level_for(math.sqrt(abs(np.linalg.det(matrix))))
+    (a, b), (c, d) = (placement.matrix * size).tolist()
+    determinant = a * d - b * c
+    scale, picture = placement.drawing.level_for(math.sqrt(abs(determinant)))
     left, top = np.maximum(np.floor(placement.box[:2] * size).astype(int) - 2, 0)
     right, bottom = np.minimum(np.ceil(placement.box[2:] * size).astype(int) + 2, size)
-    inverse = scale * np.linalg.inv(matrix)
+    inverse = scale / determinant * np.array([[d, -b], [-c, a]])
     origin = np.array(picture.size) / 2 + inverse @ (np.array([left, top]) - placement.centre * size)
     data = (*inverse[0], origin[0], *inverse[1], origin[1])
     patch = picture.transform(
@@ -522,15 +526,14 @@ def _seen_by_camera(scene: Scene, seed: int | None) -> Scene:
     gain = generator.uniform(0.8, 1.2) * generator.uniform(0.95, 1.05, 3)
     contrast = generator.uniform(0.75, 1.15)
     blurred, noisy = generator.random() < 0.2, generator.random() < 0.35
-    curves = np.arange(256)[:, None] * gain * contrast + 128 * (1 - contrast)
-    picture = Image.fromarray(scene.image).point(_to_bytes(curves).T.ravel().tolist())
+    image = scene.image
     if blurred:
-        picture = picture.filter(ImageFilter.GaussianBlur(generator.uniform(0.3, 0.7)))
-    image = np.asarray(picture)
+        image = np.asarray(Image.fromarray(image).filter(ImageFilter.GaussianBlur(generator.uniform(0.3, 0.7))))
+    values = image * (gain * contrast).astype(np.float32)
+    values += np.float32(128 * (1 - contrast))
     if noisy:
-        strength = np.float32(generator.uniform(1, 7))
-        image = _to_bytes(image + strength * generator.standard_normal(image.shape, np.float32))
-    return replace(scene, image=image)
+        values += np.float32(generator.uniform(1, 7)) * generator.standard_normal(values.shape, np.float32)
+    return replace(scene, image=_to_bytes(values))
 
 
 def _to_bytes(values: np.ndarray) -> np.ndarray:

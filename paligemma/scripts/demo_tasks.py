@@ -36,8 +36,8 @@ CLEARLY_THERE, CLEARLY_NOT = 40.0, 65.0
 NEAREST_BY = 0.85
 ABSENT_SHARE = 0.05
 # Scenes with three or four of a kind are few; these factors make the answers 0 to 4 about equally frequent.
-COUNT_ANSWER_WEIGHTS = (0.30, 0.36, 0.9, 2.0, 6.0)
-COUNT_TASK_FACTORS = (0.6, 1.0, 2.4, 7.0)
+COUNT_ANSWER_WEIGHTS = (0.3, 0.26, 0.9, 2.6, 8.0)
+COUNT_TASK_FACTORS = (0.7, 1.2, 3.2, 10.0)
 
 BOX = re.compile(r"<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>((?:<seg\d{3}>){16})?\s*([^;<]*)")
 
@@ -94,6 +94,8 @@ TASKS = tuple(field.name for field in fields(TaskMix))
 
 def noun_phrase(class_name: str, colour: str | None, number: int, language: str) -> str:
     """ "a red car", "dos perros", "一只狗": `number` (1 to 4) things of a class."""
+    if not 1 <= number <= 4:
+        raise ValueError(f"number is {number}, expected 1 to 4")
     noun = CLASSES[class_name].noun
     if language == "en":
         words = [colour] * (colour is not None) + [noun.name if number == 1 else noun.plural]
