@@ -469,7 +469,7 @@ def _timed(work: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, fl
     began = perf_counter()
     result = work()
     if device.type != "cpu":
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(device)
     return result, perf_counter() - began
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -456,6 +457,20 @@ def test_gradients_are_off_inside_and_as_before_outside():
     next(generator)
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
+
+
+def test_steps_may_run_in_different_threads():
+    model = tiny_model().requires_grad_(True)
+    modes = []
+    model.register_forward_hook(lambda *_: modes.append(torch.is_inference_mode_enabled()))
+    expected = ids_of(start(model, max_new_tokens=4))
+    generator = start(model, max_new_tokens=4)
+    ids = []
+    for _ in range(4):
+        with ThreadPoolExecutor(max_workers=1) as fresh_thread:
+            ids.append(fresh_thread.submit(next, generator).result().token_id)
+    assert ids == expected
+    assert modes == [True] * 8
 
 
 # Seeds ----------------------------------------------------------------------------------------------------------
