@@ -1,0 +1,583 @@
+"""Finding, checking, loading and saving checkpoints; each failure with its message."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from huggingface_hub import errors as hub_errors
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paligemma import checkpoint
+from paligemma.checkpoint import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE, CheckpointError, find, load_model, save
+from paligemma.modeling import PaliGemmaForConditionalGeneration
+from paligemma.scripts.random_checkpoints import LAYOUTS, make_model, save_layout
+
+CASES = ("paligemma1", "paligemma2")
+POSITIONS = "vision_tower.vision_model.embeddings.position_embedding.weight"
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, transformers.PaliGemmaForConditionalGeneration]:
+    return {case: make_model(case) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def folders(references, tmp_path_factory) -> dict[str, Path]:
+    """A folder of each case in the hub's layout, not to be changed."""
+    root = tmp_path_factory.mktemp("hub")
+    return {case: save_layout(model, root / case) for case, model in references.items()}
+
+
+@pytest.fixture
+def folder(folders, tmp_path) -> Path:
+    """A PaliGemma 1 in the hub's layout, to be spoilt."""
+    return Path(shutil.copytree(folders["paligemma1"], tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(references, tmp_path) -> Path:
+    return save_layout(references["paligemma1"], tmp_path / "sharded", sharded=True)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor] | None]) -> None:
+    """Change the tensors of a folder's single file."""
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / SINGLE_FILE).items()}
+    tensors = change(tensors) or tensors
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE_FILE)
+
+
+def edit_config(folder: Path, **sections: dict) -> None:
+    data = json.loads((folder / "config.json").read_text())
+    for section, changes in sections.items():
+        data[section] = {**data[section], **changes}
+    (folder / "config.json").write_text(json.dumps(data))
+
+
+def assert_equals_reference(model: PaliGemmaForConditionalGeneration, reference: torch.nn.Module) -> None:
+    theirs = {checkpoint.our_name(name): tensor for name, tensor in reference.named_parameters()}
+    ours = dict(model.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.device.type == "cpu"
+        assert torch.equal(tensor, theirs[name]), name
+
+
+# Layouts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_loads_to_the_same_tensors(references, case, layout, sharded, tmp_path):
+    folder = save_layout(references[case], tmp_path / "model", layout, sharded=sharded)
+    assert (folder / INDEX_FILE).exists() == sharded
+    assert_equals_reference(load_model(folder, "cpu"), references[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_hubs_sparse_configuration_loads(references, case, tmp_path):
+    folder = save_layout(references[case], tmp_path / "model", sparse=True)
+    assert "head_dim" not in json.loads((folder / "config.json").read_text())["text_config"]
+    assert_equals_reference(load_model(folder, "cpu"), references[case])
+
+
+def test_a_loaded_model_is_ready_to_answer(folder):
+    model = load_model(folder, "cpu")
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.language_model.lm_head.weight is model.language_model.get_input_embeddings().weight
+
+
+def test_a_model_to_train_requires_gradients_and_leaves_the_file_alone(folder):
+    before = (folder / SINGLE_FILE).read_bytes()
+    model = load_model(folder, "cpu", trainable=True)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert (folder / SINGLE_FILE).read_bytes() == before
+
+
+def test_unrelated_safetensors_files_are_ignored(references, sharded):
+    save_file({"anything": torch.zeros(3)}, sharded / "adapter_model.safetensors")
+    assert_equals_reference(load_model(sharded, "cpu"), references["paligemma1"])
+
+
+def test_legacy_buffers_are_dropped(references, folder):
+    def add_buffers(tensors: dict[str, Tensor]) -> None:
+        tensors["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(16)[None]
+        tensors["language_model.model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(128)
+
+    rewrite(folder, add_buffers)
+    assert_equals_reference(load_model(folder, "cpu"), references["paligemma1"])
+
+
+# The tied head ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [HEAD, "lm_head.weight"])
+def test_a_head_that_repeats_the_embedding_is_dropped(references, folder, name):
+    rewrite(folder, lambda tensors: {**tensors, name: tensors[EMBEDDING].clone()})
+    assert_equals_reference(load_model(folder, "cpu"), references["paligemma1"])
+
+
+def test_a_head_in_a_wider_type_is_compared_in_the_narrower(folder):
+    def halve(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+        return {**narrow, HEAD: tensors[EMBEDDING]}
+
+    rewrite(folder, halve)
+    assert load_model(folder, "cpu").dtype == torch.bfloat16
+
+
+def test_a_head_without_embedding_becomes_the_embedding(references, folder):
+    rewrite(folder, lambda tensors: {HEAD if name == EMBEDDING else name: t for name, t in tensors.items()})
+    assert_equals_reference(load_model(folder, "cpu"), references["paligemma1"])
+
+
+def test_a_head_that_differs_in_its_last_number_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(checkpoint, "COMPARED_ROWS", 100)
+
+    def add_head(tensors: dict[str, Tensor]) -> None:
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+        tensors[HEAD][-1, -1] += 1
+
+    rewrite(folder, add_head)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight in .* differs from .*embed_tokens\.weight"):
+        load_model(folder, "cpu")
+
+
+# What does not fit ------------------------------------------------------------------------------------------------
+
+
+def test_missing_and_unexpected_tensors_are_named_together(folder):
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        del tensors["multi_modal_projector.linear.bias"]
+        for index in range(11):
+            tensors[f"extra.{index:02}"] = torch.zeros(1)
+
+    rewrite(folder, spoil)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder, "cpu")
+    message = str(caught.value)
+    assert "missing (1): multi_modal_projector.linear.bias" in message
+    assert "unexpected (11): extra.00" in message
+    assert "extra.07, and 3 more" in message and "extra.08" not in message
+
+
+def test_paligemma_2_weights_do_not_pass_for_paligemma_1(folders, folder):
+    shutil.copy(folders["paligemma2"] / SINGLE_FILE, folder)
+    with pytest.raises(CheckpointError, match=r"unexpected .*pre_feedforward_layernorm"):
+        load_model(folder, "cpu")
+
+
+def test_weights_of_another_resolution_are_refused(folder):
+    edit_config(folder, vision_config={"image_size": 112})
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder, "cpu")
+    assert f"{POSITIONS} is (16, 48), the configuration needs (64, 48)" in str(caught.value)
+
+
+def test_another_number_of_embedding_rows_is_refused(folder):
+    rows = load_model(folder, "cpu").config.text_config.vocab_size
+    edit_config(folder, text_config={"vocab_size": rows - 64})
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder, "cpu")
+    assert f"{EMBEDDING} is ({rows}, 64), the configuration needs ({rows - 64}, 64)" in str(caught.value)
+
+
+def test_quantised_weights_are_refused(folder):
+    name = "language_model.model.layers.0.mlp.up_proj.weight"
+    rewrite(folder, lambda tensors: {**tensors, name: tensors[name].to(torch.int8)})
+    with pytest.raises(CheckpointError, match=r"wrong type .*up_proj\.weight is I8, not one of F32, BF16"):
+        load_model(folder, "cpu")
+
+
+def test_a_tensor_given_twice_is_refused(folder):
+    name = "multi_modal_projector.linear.bias"
+    rewrite(folder, lambda tensors: {**tensors, f"model.{name}": tensors[name].clone()})
+    with pytest.raises(CheckpointError, match="one tensor, given twice"):
+        load_model(folder, "cpu")
+
+
+def test_a_misfit_is_found_before_any_tensor_is_read(folder, monkeypatch):
+    rewrite(folder, lambda tensors: {**tensors, "extra": torch.zeros(1)})
+    monkeypatch.setattr(checkpoint, "_read_tensors", lambda *_: pytest.fail("tensors were read"))
+    with pytest.raises(CheckpointError, match="unexpected"):
+        load_model(folder, "cpu")
+
+
+# Broken files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_shard_is_named(sharded):
+    shard = sorted(sharded.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    for use in (lambda: load_model(sharded, "cpu"), lambda: find(sharded)):
+        with pytest.raises(CheckpointError, match=f"{shard.name} is missing in .*download it again"):
+            use()
+
+
+@pytest.mark.parametrize("size", [0, 5, 1000, -1])
+def test_a_truncated_shard_is_named(sharded, size):
+    shard = sorted(sharded.glob("model-*.safetensors"))[0]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:size])
+    with pytest.raises(CheckpointError, match=f"{shard.name} is cut short or damaged .*delete it"):
+        load_model(sharded, "cpu")
+
+
+def test_a_damaged_header_is_named(folder):
+    content = (folder / SINGLE_FILE).read_bytes()
+    (folder / SINGLE_FILE).write_bytes(b"\xff" * 8 + content[8:])
+    with pytest.raises(CheckpointError, match="cut short or damaged"):
+        load_model(folder, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("not json", "no readable weight_map"),
+        ("{}", "no readable weight_map"),
+        ("[]", "no readable weight_map"),
+        ('{"weight_map": {}}', "must name files"),
+        ('{"weight_map": {"a": "../../secret.safetensors"}}', "must name files that lie beside it"),
+    ],
+)
+def test_a_bad_index_is_named(sharded, content, message):
+    (sharded / INDEX_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(sharded, "cpu")
+
+
+def test_a_folder_without_config_is_refused(folder):
+    (folder / "config.json").unlink()
+    for use in (lambda: load_model(folder, "cpu"), lambda: find(folder)):
+        with pytest.raises(CheckpointError, match=r"has no config\.json; a checkpoint folder holds"):
+            use()
+
+
+def test_another_kind_of_model_is_refused(folder):
+    (folder / "config.json").write_text('{"model_type": "llava"}')
+    with pytest.raises(CheckpointError, match="'llava'"):
+        load_model(folder, "cpu")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_pickled_weights_are_refused_unopened(folder, name):
+    (folder / SINGLE_FILE).rename(folder / name)
+    with pytest.raises(CheckpointError, match=f"only as {name}, a pickle"):
+        find(folder)
+
+
+def test_a_folder_without_weights_is_refused(folder):
+    (folder / SINGLE_FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        find(folder)
+
+
+@pytest.mark.parametrize(("other", "message"), [("tokenizer.model", "only tokenizer.model"), (None, "no tokenizer")])
+def test_a_folder_without_tokenizer_json_is_refused(folder, other, message):
+    (folder / "tokenizer.json").unlink()
+    if other:
+        (folder / other).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=message):
+        find(folder)
+
+
+# Types, memory, progress ------------------------------------------------------------------------------------------
+
+
+def test_the_stored_type_is_kept(folder):
+    rewrite(folder, lambda tensors: {name: tensor.half() for name, tensor in tensors.items()})
+    assert load_model(folder, "cpu").dtype == torch.float16
+
+
+def test_a_wanted_type_is_converted_to(references, folder):
+    model = load_model(folder, "cpu", "bfloat16")
+    for name, tensor in references["paligemma1"].named_parameters():
+        assert torch.equal(model.get_parameter(checkpoint.our_name(name)), tensor.bfloat16())
+
+
+def test_mixed_types_become_the_one_of_most_weights(folder):
+    def mix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor if tensor.dim() == 1 else tensor.bfloat16() for name, tensor in tensors.items()}
+
+    rewrite(folder, mix)
+    assert {parameter.dtype for parameter in load_model(folder, "cpu").parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", ["int8", torch.float64, "double"])
+def test_other_types_are_refused(folder, dtype):
+    with pytest.raises(ValueError, match="allowed: auto, float32, bfloat16, float16"):
+        load_model(folder, "cpu", dtype)
+
+
+@pytest.mark.parametrize("device", ["tpu9", "cuda:99" if torch.cuda.is_available() else "cuda"])
+def test_a_device_that_is_not_there_is_refused(folder, device):
+    with pytest.raises(ValueError, match=device):
+        load_model(folder, device)
+
+
+def mapped_files() -> list[tuple[int, int, str]]:
+    """(start, end, file) of each mapping of this process."""
+    rows = (line.split() for line in Path("/proc/self/maps").read_text().splitlines())
+    return [(*(int(number, 16) for number in row[0].split("-")), row[-1]) for row in rows]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc to see what memory is a file's")
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", True), ("bfloat16", False)])
+def test_weights_in_the_stored_type_stay_in_the_file(sharded, dtype, expected):
+    model = load_model(sharded, "cpu", dtype)
+    mappings = mapped_files()
+    for name, parameter in model.named_parameters():
+        address = parameter.data_ptr()
+        file = next(file for start, end, file in mappings if start <= address < end)
+        assert file.endswith(".safetensors") == expected, name
+
+
+def test_an_empty_model_has_every_weight_and_no_memory(folder):
+    model = checkpoint.empty_model(checkpoint.read_config(folder))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert model.language_model.model.norm.weight.shape == (64,)
+
+
+def test_loading_does_not_import_pytorchs_compiler(folder):
+    code = "import sys; from paligemma.checkpoint import load_model; load_model(sys.argv[1]); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert "paligemma.checkpoint" in run.stdout.split()
+    assert not {"sympy", "torch._dynamo", "transformers", "gradio"} & set(run.stdout.split())
+
+
+def test_progress_counts_the_bytes_of_the_file(folder):
+    seen: list[tuple[int, int]] = []
+    load_model(folder, "cpu", progress=lambda done, total: seen.append((done, total)))
+    total = sum(tensor.nbytes for tensor in load_file(folder / SINGLE_FILE).values())
+    assert seen == sorted(seen)
+    assert seen[-1] == (total, total)
+
+
+# Saving -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_saved_loads_here_and_in_transformers(references, folders, case, dtype, tmp_path):
+    save(load_model(folders[case], "cpu"), tmp_path, dtype)
+    with safe_open(tmp_path / SINGLE_FILE, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert HEAD not in file.offset_keys()
+    loaded, info = transformers.PaliGemmaForConditionalGeneration.from_pretrained(
+        tmp_path, dtype="auto", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert loaded.dtype == (torch.bfloat16 if dtype else torch.float32)
+    assert_equals_reference(load_model(tmp_path, "cpu"), loaded)
+    for name, tensor in references[case].named_parameters():
+        assert torch.equal(loaded.get_parameter(name), tensor.to(loaded.dtype)), name
+
+
+def test_saving_over_the_file_that_is_in_use_keeps_the_weights(references, folder):
+    model = load_model(folder, "cpu")
+    save(model, folder)
+    assert_equals_reference(model, references["paligemma1"])
+    assert_equals_reference(load_model(folder, "cpu"), references["paligemma1"])
+    assert not list(folder.glob("*.unfinished"))
+
+
+def test_saved_weights_are_as_readable_as_the_configuration(folder):
+    save(load_model(folder, "cpu"), folder)
+    assert (folder / SINGLE_FILE).stat().st_mode == (folder / "config.json").stat().st_mode
+
+
+# Finding ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_found_and_keeps_its_type(folder):
+    found = find(folder)
+    assert (found.folder, found.origin, found.name, found.dtype) == (folder, "folder", str(folder), "auto")
+
+
+def test_the_bundled_demo_is_found(folder, monkeypatch):
+    monkeypatch.setattr(checkpoint, "BUNDLED_FOLDER", folder)
+    found = find()
+    assert (found.folder, found.origin) == (folder, "bundled")
+
+
+def test_without_a_bundled_demo_the_message_says_how_to_name_a_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "BUNDLED_FOLDER", tmp_path / "demo")
+    with pytest.raises(CheckpointError, match="name a folder, or a hub id such as google/"):
+        find()
+
+
+@pytest.mark.parametrize("source", ["./no/such/folder", "nothing", "a/b/c", "~/nothing", "a\\b", "https://x.y/z"])
+def test_what_is_no_folder_and_no_hub_id_is_refused(source):
+    with pytest.raises(CheckpointError, match="neither a folder on this machine nor a hub id"):
+        find(source)
+
+
+def test_a_file_is_no_folder(folder):
+    with pytest.raises(CheckpointError, match="give the folder that holds"):
+        find(folder / SINGLE_FILE)
+
+
+def test_a_revision_needs_a_hub_id(folder):
+    with pytest.raises(CheckpointError, match="belongs to a hub id"):
+        find(folder, revision="main")
+
+
+class FakeHub:
+    """Stands in for `huggingface_hub.snapshot_download`: answers from a table of revisions, notes what was asked."""
+
+    def __init__(self, answers: dict[str, Path | Exception]) -> None:
+        self.answers = answers
+        self.asked: list[str] = []
+        self.patterns: list[str] = []
+
+    def __call__(self, repo, *, revision, token, allow_patterns, dry_run=False):
+        self.patterns = allow_patterns
+        if not dry_run:
+            self.asked.append(revision)
+        answer = self.answers[revision]
+        if isinstance(answer, Exception):
+            raise answer
+        files = [
+            SimpleNamespace(file_size=10**9, will_download=True),
+            SimpleNamespace(file_size=None, will_download=True),
+        ]
+        return files if dry_run else str(answer)
+
+
+@pytest.fixture
+def hub(monkeypatch) -> Callable[..., FakeHub]:
+    def install(**answers: Path | Exception) -> FakeHub:
+        fake = FakeHub(answers)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+        return fake
+
+    return install
+
+
+def http_error(kind: type[hub_errors.HfHubHTTPError], status: int, text: str = "") -> hub_errors.HfHubHTTPError:
+    return kind(f"{status} {text}", response=SimpleNamespace(status_code=status, headers={}, request=None))
+
+
+NO_REVISION = http_error(hub_errors.RevisionNotFoundError, 404)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_fast", "expected"),
+    [
+        ("auto", True, "bfloat16"),
+        ("auto", False, "main"),
+        ("float32", True, "main"),
+        ("bfloat16", False, "bfloat16"),
+        ("float16", False, "float16"),
+    ],
+)
+def test_the_revision_stored_in_the_wanted_type_is_taken(hub, folder, monkeypatch, dtype, is_fast, expected):
+    monkeypatch.setattr(checkpoint, "is_fast_in_bfloat16", lambda device: is_fast)
+    hub(main=folder, bfloat16=folder, float16=folder)
+    found = find("owner/model", device="cpu", dtype=dtype)
+    assert (found.folder, found.origin, found.name, found.revision) == (folder, "hub", "owner/model", expected)
+    wanted = {"auto": torch.bfloat16 if is_fast else torch.float32}.get(dtype, checkpoint.DTYPES.get(dtype))
+    assert found.dtype == wanted
+
+
+def test_main_is_taken_where_the_type_has_no_revision(hub, folder):
+    fake = hub(bfloat16=NO_REVISION, main=folder)
+    found = find("owner/model", dtype="bfloat16")
+    assert (found.revision, found.dtype, fake.asked) == ("main", torch.bfloat16, ["main"])
+
+
+def test_the_users_revision_is_taken_alone(hub, folder):
+    fake = hub(mine=folder)
+    assert find("owner/model", revision="mine", dtype="bfloat16").revision == "mine"
+    assert fake.asked == ["mine"]
+
+
+def test_only_what_the_model_needs_is_downloaded(hub, folder):
+    fake = hub(main=folder)
+    find("owner/model", dtype="float32")
+    files = ["config.json", "tokenizer.json", SINGLE_FILE, INDEX_FILE, "model-00001-of-00003.safetensors"]
+    others = ["pytorch_model.bin", "model.pt", "tokenizer.model", "adapter_model.safetensors", "README.md", "a.gguf"]
+    assert list(huggingface_hub.utils.filter_repo_objects(files + others, allow_patterns=fake.patterns)) == files
+
+
+@pytest.fixture
+def offline_cache(folder, tmp_path, monkeypatch) -> Path:
+    """The real hub library, offline, with a cache that holds owner/model."""
+    commit = "0" * 40
+    repository = tmp_path / "cache" / "models--owner--model"
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return repository / "snapshots" / commit
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_cached_is_found_offline(offline_cache, dtype):
+    found = find("owner/model", dtype=dtype)
+    assert (found.folder, found.revision, found.dtype) == (offline_cache, "main", checkpoint.DTYPES[dtype])
+
+
+def test_what_is_not_cached_is_said_to_be_out_of_reach_offline(offline_cache):
+    with pytest.raises(CheckpointError, match=r"owner/other \(main\) is not in the cache .*unset HF_HUB_OFFLINE"):
+        find("owner/other")
+    with pytest.raises(CheckpointError, match=r"owner/model \(v2\) is not in the cache"):
+        find("owner/model", revision="v2")
+
+
+def test_a_disk_that_is_too_small_is_refused_with_numbers(hub, folder, monkeypatch):
+    fake = hub(main=folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**8))
+    with pytest.raises(CheckpointError, match=r"needs 1\.00 GB more .* 0\.10 GB free; make room, or set HF_HOME"):
+        find("owner/model", dtype="float32")
+    assert fake.asked == []
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (http_error(hub_errors.GatedRepoError, 401), r"gated and no valid token .*accept its licence at https"),
+        (http_error(hub_errors.GatedRepoError, 403), r"gated and this token has no access.*fine-grained"),
+        (http_error(hub_errors.RepositoryNotFoundError, 404), r"no model owner/model, or it is private"),
+        (NO_REVISION, r"no revision 'main'"),
+        (hub_errors.LocalEntryNotFoundError("x"), r"not in the cache and the hub cannot be reached"),
+        (hub_errors.OfflineModeIsEnabled("x"), r"unset HF_HUB_OFFLINE"),
+        (hub_errors.IncompleteSnapshotError("x", "/nowhere"), r"was not finished .*goes on where it stopped"),
+        (http_error(hub_errors.HfHubHTTPError, 401), r"refuses the token"),
+        (http_error(hub_errors.HfHubHTTPError, 500, "server down"), r"failed: .*server down"),
+        (OSError(28, "No space left on device"), r"No space left on device"),
+        (RuntimeError(f"bad header 'Bearer {TOKEN}'"), r"bad header"),
+    ],
+)
+def test_hub_failures_say_what_to_do_and_never_show_a_token(hub, error, message):
+    hub(main=error)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        find("owner/model", token=TOKEN, dtype="float32")
+    assert "owner/model" in str(caught.value)
+    assert TOKEN not in str(caught.value)
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_a_token_of_any_form_is_kept_out_of_messages(hub):
+    hub(main=RuntimeError("Illegal header value b'Bearer my-secret'"))
+    with pytest.raises(CheckpointError) as caught:
+        find("owner/model", token="my-secret\n", dtype="float32")
+    assert "my-secret" not in str(caught.value)
