@@ -131,7 +131,7 @@ CLASSES = {
         _icon_class("owl owls búho búhos m 猫头鹰 只", "owl"),
         _icon_class("elephant elephants elefante elefantes m 大象 头", "elephant", "elephant"),
         _icon_class("turtle turtles tortuga tortugas f 乌龟 只", "turtle", "turtle"),
-        _icon_class("fish fish pez peces m 鱼 条", "tropical-fish fish", "tropicalfish fish", "all"),
+        _icon_class("fish fish pez peces m 鱼 条", "fish tropical-fish", "fish tropicalfish", "all"),
         _icon_class("bee bees abeja abejas f 蜜蜂 只", "honeybee", "honeybee"),
         _icon_class("butterfly butterflies mariposa mariposas f 蝴蝶 只", "butterfly", recolour="all"),
         _icon_class("octopus octopuses pulpo pulpos m 章鱼 只", "octopus", "octopus", "main"),
