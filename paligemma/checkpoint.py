@@ -47,7 +47,7 @@ DOWNLOADED_FILES = (
     "model-*-of-*.safetensors",
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 REVISION_OF_DTYPE = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # branches of Google's PaliGemma 1 repos
 
 EMBEDDING = "language_model.model.embed_tokens.weight"
@@ -264,7 +264,10 @@ def _hub_message(error: Exception, repo: str, revision: str) -> str:
             "account, and let a fine-grained token read gated repositories"
         )
     if isinstance(error, hub_errors.RepositoryNotFoundError):
-        return f"the hub has no model {repo}, or it is private; check the spelling, or give a token that may read it"
+        return (
+            f"there is no folder {repo} here, and on the hub no such model, or a private one; check the spelling, or give "
+            "a token that may read it"
+        )
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return f"{repo} has no revision {revision!r}; its branches are listed at {page}/tree/main"
     if isinstance(error, hub_errors.IncompleteSnapshotError):

@@ -202,7 +202,7 @@ def test_another_number_of_embedding_rows_is_refused(folder):
 def test_quantised_weights_are_refused(folder):
     name = "language_model.model.layers.0.mlp.up_proj.weight"
     rewrite(folder, lambda tensors: {**tensors, name: tensors[name].to(torch.int8)})
-    with pytest.raises(CheckpointError, match=r"wrong type .*up_proj\.weight is I8, not one of F32, BF16"):
+    with pytest.raises(CheckpointError, match=r"wrong type .*up_proj\.weight is I8, not one of F32, BF16, F16"):
         load_model(folder, "cpu")
 
 
@@ -556,7 +556,10 @@ def test_a_disk_that_is_too_small_is_refused_with_numbers(hub, folder, monkeypat
     [
         (http_error(hub_errors.GatedRepoError, 401), r"gated and no valid token .*accept its licence at https"),
         (http_error(hub_errors.GatedRepoError, 403), r"gated and this token has no access.*fine-grained"),
-        (http_error(hub_errors.RepositoryNotFoundError, 404), r"no model owner/model, or it is private"),
+        (
+            http_error(hub_errors.RepositoryNotFoundError, 404),
+            r"no folder owner/model here, and on the hub no such model",
+        ),
         (NO_REVISION, r"no revision 'main'"),
         (hub_errors.LocalEntryNotFoundError("x"), r"not in the cache and the hub cannot be reached"),
         (hub_errors.OfflineModeIsEnabled("x"), r"unset HF_HUB_OFFLINE"),
