@@ -106,15 +106,18 @@ class Case:
     """One kind of PaliGemma.
 
     Attributes:
-        text: keys of config.json's text_config, without the vocabulary.
+        text, vision: keys of config.json's text_config and vision_config.
         image_size: side of the picture in pixels, a multiple of 14.
         top_level_hidden_size: config.json's own `hidden_size`, which the hub's PaliGemma 2 files give as 2048
             whatever the decoder's is, so that nothing may depend on it; None: the decoder's.
+        vocab_size: rows of the embedding; None: the tiny tokenizer's and some filler, as on the hub.
     """
 
     text: dict[str, Any] = field(default_factory=lambda: dict(GEMMA1))
+    vision: dict[str, Any] = field(default_factory=lambda: dict(VISION))
     image_size: int = 56
     top_level_hidden_size: int | None = None
+    vocab_size: int | None = None
 
 
 CASES = {
@@ -133,12 +136,12 @@ CASES = {
 
 
 def make_config(case: Case) -> transformers.PaliGemmaConfig:
-    """The configuration of transformers; the vocabulary is the tiny tokenizer's, with filler rows as on the hub."""
+    """The configuration of transformers."""
     image_token = build_tiny_tokenizer().token_to_id("<image>")
-    rows = (image_token // 64 + 1) * 64
+    rows = case.vocab_size or (image_token // 64 + 1) * 64
     hidden_size = case.text["hidden_size"]
     return transformers.PaliGemmaConfig(
-        vision_config={**VISION, "image_size": case.image_size, "projection_dim": hidden_size},
+        vision_config={**case.vision, "image_size": case.image_size, "projection_dim": hidden_size},
         text_config={**case.text, "vocab_size": rows},
         image_token_index=image_token,
         projection_dim=hidden_size,
@@ -158,7 +161,6 @@ def make_model(case: Case | str, seed: int = 0) -> transformers.PaliGemmaForCond
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             parameter.copy_(random_weight(name, parameter.shape, generator))
-    model.generation_config.eos_token_id = config.text_config.eos_token_id
     return model
 
 
@@ -276,11 +278,18 @@ def save_layout(
         rename = hub_name if layout == "hub" else transformers_4_52_name
         tensors = {rename(name): tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
         save_torch_state_dict(tensors, folder, max_shard_size=shard_size, metadata={"format": "pt"})
+    save_config_files(model.config, folder, sparse)
+    return folder
+
+
+def save_config_files(config: transformers.PaliGemmaConfig, folder: Path, sparse: bool) -> None:
+    """All files of a checkpoint folder but the weights."""
+    config.save_pretrained(folder)
     if sparse:
         config_file = folder / "config.json"
         _write_json(config_file, sparse_config(json.loads(config_file.read_text(encoding="utf-8"))))
-    save_processor_files(folder, model.config.vision_config.image_size)
-    return folder
+    _write_json(folder / "generation_config.json", {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0})
+    save_processor_files(folder, config.vision_config.image_size)
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
