@@ -265,8 +265,8 @@ def _hub_message(error: Exception, repo: str, revision: str) -> str:
         )
     if isinstance(error, hub_errors.RepositoryNotFoundError):
         return (
-            f"there is no folder {repo} here, and on the hub no such model, or a private one; check the spelling, or give "
-            "a token that may read it"
+            f"there is no folder {repo} here, and on the hub no such model, or a private one; check the spelling, "
+            "or give a token that may read it"
         )
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return f"{repo} has no revision {revision!r}; its branches are listed at {page}/tree/main"
