@@ -15,8 +15,6 @@ from paligemma.scripts.tiny_tokenizer import build_tiny_tokenizer
 SHORT_PROMPT, LONG_PROMPT = "detect", "answer en the blue cat in the square"
 FAST_CASES = ("paligemma1", "grouped", "paligemma2", "sliding")
 
-torch.set_num_threads(1)
-
 
 @lru_cache
 @torch.inference_mode(False)
