@@ -217,3 +217,10 @@ def test_wrong_run_lengths_are_refused() -> None:
         from_run_lengths({"size": [2, 3], "counts": [8, -2]})
     with pytest.raises(ValueError, match="bool"):
         to_run_lengths(np.zeros((2, 3)))
+
+
+def test_the_bundled_decoder_loads_and_is_small() -> None:
+    path = Path(__file__).parent.parent / "assets" / "demo" / "mask_decoder.safetensors"
+    assert path.stat().st_size <= 2.6e6
+    masks = MaskDecoder.load(path).decode(np.arange(128).reshape(8, 16))
+    assert masks.shape == (8, 64, 64) and masks.min() < 0.5 < masks.max()
