@@ -24,7 +24,7 @@ QUESTIONS = [([2, 300, 301, 260], [310, 311, 1]), ([2, 302, 260], [1]), ([2, 303
 
 @pytest.fixture(scope="module")
 def words() -> Vocabulary:
-    return Vocabulary()
+    return Vocabulary(codebook=torch.randn(128, 512, generator=torch.Generator().manual_seed(0)))
 
 
 @pytest.fixture(scope="module")

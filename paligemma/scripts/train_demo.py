@@ -56,6 +56,7 @@ from paligemma.scripts.demo_batches import (
 from paligemma.scripts.demo_icons import CLASSES, COLOURS, fetch_icons
 from paligemma.scripts.demo_tokenizer import build_tokenizer, save_tokenizer, word_pieces
 from paligemma.scripts.eval_demo import QuickEvaluation
+from paligemma.scripts.train_masks import MaskEncoder
 
 LOG_EVERY = 50
 NUM_LOCATIONS = 1024
@@ -73,12 +74,12 @@ class TrainOptions:
     work: Path = Path("runs/demo")
     icons: Path = Path("runs/icons")
     mask_encoder: Path = Path("runs/masks/encoder.safetensors")
-    vision_steps: int = 1200
-    steps: int = 6000
-    cooldown_steps: int = 1500
+    vision_steps: int = 1000
+    steps: int = 3000
+    cooldown_steps: int = 900
     warmup_steps: int = 150
-    matrix_rate: float = 2e-3
-    rate: float = 1.5e-3
+    matrix_rate: float = 4e-3
+    rate: float = 2e-3
     weight_decay: float = 0.05
     seed: int = 0
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
@@ -137,8 +138,9 @@ def demo_config(vocab_size: int, image_token_index: int) -> PaliGemmaConfig:
 class Vocabulary:
     """The ids that the losses speak of."""
 
-    def __init__(self) -> None:
+    def __init__(self, codebook: Tensor) -> None:
         tokenizer = build_tokenizer()
+        self.code_targets = code_targets(codebook)
         self.size = tokenizer.get_vocab_size()
         self.image = tokenizer.token_to_id("<image>")
         self.first_location = tokenizer.token_to_id("<loc0000>")
@@ -179,6 +181,17 @@ def initialise(model: PaliGemmaForConditionalGeneration, vocabulary: Vocabulary,
     noise = torch.randn((table.shape[1], 1, NUM_LOCATIONS + 144), generator=generator)
     smooth = F.conv1d(noise, kernel)[:, 0].T
     table[rows] = 0.05 * smooth / smooth.std()
+
+
+def code_targets(codebook: Tensor) -> Tensor:
+    """What to learn for each mask code, (128, 128): itself for the most part, and codes that draw nearly the same.
+
+    Args:
+        codebook: (128, width), the vectors behind the codes.
+    """
+    distances = torch.cdist(codebook.float(), codebook.float()).square()
+    nearest = distances.topk(2, largest=False).values[:, 1].median()
+    return torch.softmax(-2.0 * distances / nearest, dim=-1)
 
 
 class DenseHeads(nn.Module):
@@ -246,7 +259,7 @@ def text_loss(logits: Tensor, targets: Tensor, words: Vocabulary, progress: floa
     """Weighted mean cross-entropy of the answers' tokens.
 
     `<loc>` tokens are learned against a bell that narrows as training goes on (`progress`, 0 to 1) and weigh less at
-    first; the sixteen `<seg>` codes of a mask weigh less than words.
+    first; the sixteen `<seg>` codes of a mask weigh less than words, and count near misses as nearly right.
 
     Args:
         logits: float32 (n, vocabulary). targets: (n,), all of them to be learned.
@@ -259,7 +272,11 @@ def text_loss(logits: Tensor, targets: Tensor, words: Vocabulary, progress: floa
     sigma = 10 - 7.5 * progress
     located = outside + location_loss(rows[:, columns], targets[is_location] - words.first_location, sigma)
     losses = losses.masked_scatter(is_location, located)
-    weights = torch.where(is_location, 0.4 + 0.4 * progress, torch.where(words.is_mask_code(targets), 0.3, 1.0))
+    is_code = words.is_mask_code(targets)
+    wanted = words.code_targets.to(logits.device)[targets[is_code] - words.first_mask_code]
+    code_logits = logits[is_code].log_softmax(-1)[:, words.first_mask_code : words.image]
+    losses = losses.masked_scatter(is_code, -(wanted * code_logits).sum(-1))
+    weights = torch.where(is_location, 0.4 + 0.4 * progress, torch.where(is_code, 0.3, 1.0))
     return (losses * weights).sum() / weights.sum()
 
 
@@ -268,7 +285,8 @@ class Trainer:
 
     def __init__(self, options: TrainOptions) -> None:
         torch.manual_seed(options.seed)
-        self.options, self.words, self.step = options, Vocabulary(), 0
+        codebook = MaskEncoder.load(options.mask_encoder)._vq_vae._embedding.detach()
+        self.options, self.words, self.step = options, Vocabulary(codebook), 0
         self.device = torch.device(options.device)
         config = demo_config(self.words.size, self.words.image)
         self.model = PaliGemmaForConditionalGeneration(config)
