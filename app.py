@@ -13,12 +13,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gradio as gr
+from PIL.Image import Image
 
 import paligemma
 from paligemma.masks import MaskDecoder
@@ -140,6 +141,14 @@ class Run:
             yield step
 
 
+class RunControl:
+    """What Stop and a run under way say to each other."""
+
+    def __init__(self) -> None:
+        self.stop_asked = False
+        self.finished = False
+
+
 class PageUpdate(NamedTuple):
     """What an event of the page changes; `gr.skip()` leaves a part as it is."""
 
@@ -150,25 +159,52 @@ class PageUpdate(NamedTuple):
     steps: Any = gr.skip()
 
 
-def answer_on_page(host: ModelHost, picture: Any, prompt: Any, *decoding: Any) -> Iterator[PageUpdate]:
+def begin_run(previous: RunControl | None) -> tuple[RunControl, dict[str, str]]:
+    """Run was asked for: end what this visitor still has running, and line up."""
+    if previous:
+        previous.stop_asked = True
+    return RunControl(), words.notice("busy", "Waiting for its turn")
+
+
+def answer_on_page(
+    host: ModelHost, control: RunControl, picture: Any, prompt: Any, *decoding: Any
+) -> Iterator[PageUpdate]:
     """Run the model for the page. Whatever goes wrong becomes a line of the page; what was written stays."""
-    # Gradio closes a cancelled generator only once it has yielded: so yield before any work.
+    # Gradio closes an abandoned generator only once it has yielded: so yield before any work.
     yield PageUpdate(words.notice("busy", "Preparing"))
     try:
         image, request = open_picture(picture_path(picture)), read_request(prompt, *decoding)
         for state in host.wait():
             yield PageUpdate(state)
-        yield _show_steps(words.notice("busy", "Looking at the picture"), [])
-        shown_at = 0.0
-        with closing(host.model.stream(image, **request)) as stream:
-            run = Run(stream)
-            for _ in run:
-                if time.monotonic() - shown_at >= UPDATE_INTERVAL_S:
-                    shown_at = time.monotonic()
-                    yield _show_steps(words.notice("busy", f"Token {len(run.steps)}"), run.steps)
-        yield _show_steps(words.summary(run.result, with_seed=request["temperature"] > 0), run.steps)
+            if control.stop_asked:
+                break
+        if control.stop_asked:
+            yield PageUpdate(words.notice("idle", "Stopped"))
+        else:
+            yield from _write_answer(host.model, image, request, control)
     except Exception as error:
         yield PageUpdate(words.notice("error", _explain(error)))
+    finally:
+        control.finished = True
+
+
+def _write_answer(
+    model: paligemma.PaliGemma, image: Image, request: dict[str, Any], control: RunControl
+) -> Iterator[PageUpdate]:
+    yield _show_steps(words.notice("busy", "Looking at the picture"), [])
+    shown_at = 0.0
+    with closing(model.stream(image, **request)) as stream:
+        run = Run(stream)
+        for _ in run:
+            if control.stop_asked:
+                break
+            if time.monotonic() - shown_at >= UPDATE_INTERVAL_S:
+                shown_at = time.monotonic()
+                yield _show_steps(words.notice("busy", f"Token {len(run.steps)}"), run.steps)
+    if run.result is None:
+        yield _show_steps(words.notice("idle", f"Stopped after {words.count_tokens(run.steps)}"), run.steps)
+    else:
+        yield _show_steps(words.summary(run.result, with_seed=request["temperature"] > 0), run.steps)
 
 
 def answer_over_api(
@@ -212,10 +248,12 @@ def show_candidates(steps: Sequence[paligemma.Step], event: gr.EventData) -> Any
     return tokens.candidate_table(steps[index]) if known else gr.skip()
 
 
-def say_stopped(steps: Sequence[paligemma.Step]) -> dict[str, str]:
-    """The line of the page after Stop."""
-    unfinished = bool(steps) and steps[-1].finish_reason is None
-    return words.notice("idle", f"Stopped after {words.count_tokens(steps)}" if unfinished else "Stopped")
+def ask_to_stop(control: RunControl | None) -> Any:
+    """Stop was asked for: the run ends behind the token that it is at."""
+    if control is None or control.finished:
+        return gr.skip()
+    control.stop_asked = True
+    return words.notice("busy", "Stopping after this token")
 
 
 def show_model(host: ModelHost) -> tuple[dict[str, str], gr.Timer]:
@@ -374,19 +412,29 @@ def build_app(host: ModelHost) -> gr.Blocks:
 
 
 def _wire_page(host: ModelHost, request: Request, run: gr.Button, stop: gr.Button, update: PageUpdate) -> None:
-    # Without preprocessing the upload arrives as a checked path, unopened: opening it is up to open_picture.
-    running = gr.on(
+    control = gr.State(None)
+    asked = gr.on(
         [request.prompt.submit, run.click],
+        begin_run,
+        control,
+        [control, update.notice],
+        queue=False,
+        show_progress="hidden",
+        **PRIVATE,
+    )
+    # Without preprocessing the upload arrives as a checked path, unopened: opening it is up to open_picture.
+    asked.then(
         partial(answer_on_page, host),
-        list(request),
+        [control, *request],
         list(update),
         preprocess=False,
         show_progress="hidden",
-        trigger_mode="once",
+        trigger_mode="multiple",
         **MODEL_QUEUE,
         **PRIVATE,
     )
-    stop.click(say_stopped, update.steps, update.notice, cancels=[running], queue=False, **PRIVATE)
+    # Gradio's own `cancels` ignores Run until the running step is over, and then reports an error.
+    stop.click(ask_to_stop, control, update.notice, queue=False, show_progress="hidden", **PRIVATE)
     update.tokens.select(
         show_candidates, update.steps, update.candidates, queue=False, show_progress="hidden", **PRIVATE
     )
@@ -445,7 +493,7 @@ def build_parser() -> argparse.ArgumentParser:
 def make_host(arguments: argparse.Namespace) -> ModelHost:
     """The host for what the command line names; nothing is loaded yet."""
     folder = Path(arguments.model or ASSETS / "demo").expanduser()
-    if arguments.model is None and not folder.is_dir():
+    if arguments.model is None and not (folder / "config.json").is_file():
         return ModelHost("no model", None)
     name = folder.resolve().name if arguments.model and folder.is_dir() else arguments.model or "bundled demo"
     load = partial(paligemma.load, arguments.model, arguments.revision, arguments.device, arguments.dtype)
@@ -480,7 +528,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _stop_like_ctrl_c)
     host = make_host(arguments)
     host.start()
-    launch(build_app(host), server_name=arguments.host, server_port=arguments.port)
+    with suppress(KeyboardInterrupt):
+        launch(build_app(host), server_name=arguments.host, server_port=arguments.port)
 
 
 if __name__ == "__main__":

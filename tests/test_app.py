@@ -45,7 +45,7 @@ def ready_host(model: FakeModel) -> app.ModelHost:
 
 def run_page(host: app.ModelHost, picture: Path | None, prompt: str = "caption en", **changes) -> list[app.PageUpdate]:
     upload = {"path": str(picture)} if picture else None
-    return list(app.answer_on_page(host, upload, prompt, *{**DECODING, **changes}.values()))
+    return list(app.answer_on_page(host, app.RunControl(), upload, prompt, *{**DECODING, **changes}.values()))
 
 
 def run_api(host: app.ModelHost, picture: Path | None, prompt: str = "caption en", **changes) -> list[dict]:
@@ -73,10 +73,17 @@ def test_the_page_is_updated_at_most_twenty_times_a_second(picture_file):
     assert len(updates[-1].tokens["rows"]) == 201
 
 
-@pytest.mark.parametrize("handler", [app.answer_on_page, app.answer_over_api])
-def test_the_first_event_comes_before_any_work(handler):
+def both_handlers(host: app.ModelHost, upload: dict | None) -> tuple[Iterator, Iterator]:
+    return (
+        app.answer_on_page(host, app.RunControl(), upload, "caption en", *DECODING.values()),
+        app.answer_over_api(host, upload, "caption en", **DECODING),
+    )
+
+
+def test_the_first_event_comes_before_any_work():
     host = SimpleNamespace()  # has nothing that work could be done with
-    assert next(handler(host, None, "caption en", *DECODING.values())) is not None
+    for events in both_handlers(host, None):
+        assert next(events) is not None
 
 
 @pytest.mark.parametrize(
@@ -114,10 +121,10 @@ def break_after(count: int, stream: Iterator) -> Iterator:
     raise RuntimeError("secret")
 
 
-@pytest.mark.parametrize("handler", [app.answer_on_page, app.answer_over_api])
-def test_closing_a_handler_closes_the_model_s_stream(handler, picture_file):
+@pytest.mark.parametrize("which", [0, 1])
+def test_closing_a_handler_closes_the_model_s_stream(which, picture_file):
     model = FakeModel(("▁a",) * 50, seconds_a_token=0.06)
-    events = handler(ready_host(model), {"path": str(picture_file)}, "caption en", *DECODING.values())
+    events = both_handlers(ready_host(model), {"path": str(picture_file)})[which]
     for _ in range(5):  # beyond what either handler yields before the model runs
         next(events)
     events.close()
@@ -151,10 +158,35 @@ def test_choosing_a_row_shows_its_candidates(picture_file):
         assert app.show_candidates(steps, gr.EventData(None, {"index": unknown})) == gr.skip()
 
 
-def test_stop_says_how_far_the_answer_came(picture_file):
-    steps = run_page(ready_host(FakeModel(("▁a", "▁cat"))), picture_file)[-1].steps
-    assert app.say_stopped(steps[:2])["text"] == "Stopped after 2 tokens"
-    assert app.say_stopped(steps)["text"] == app.say_stopped([])["text"] == "Stopped"
+def test_stop_ends_a_run_behind_the_token_that_it_is_at(picture_file, monkeypatch):
+    monkeypatch.setattr(app, "UPDATE_INTERVAL_S", 0)
+    model, control = FakeModel(("▁a",) * 50), app.RunControl()
+    updates = []
+    for update in app.answer_on_page(
+        ready_host(model), control, {"path": str(picture_file)}, "caption en", *DECODING.values()
+    ):
+        updates.append(update)
+        if isinstance(update.steps, list) and len(update.steps) == 3:
+            assert app.ask_to_stop(control)["text"] == "Stopping after this token"
+    assert model.closed_after == 4
+    assert updates[-1].notice["text"] == "Stopped after 4 tokens"
+    assert len(updates[-1].tokens["rows"]) == 4
+    assert app.ask_to_stop(control) == app.ask_to_stop(None) == gr.skip()  # nothing runs
+
+
+def test_a_run_that_was_stopped_before_its_turn_does_nothing(picture_file):
+    model, control = FakeModel(), app.RunControl()
+    control.stop_asked = True
+    updates = list(
+        app.answer_on_page(ready_host(model), control, {"path": str(picture_file)}, "caption en", *DECODING.values())
+    )
+    assert updates[-1].notice["text"] == "Stopped" and not model.requests
+
+
+def test_run_ends_the_run_before_it():
+    first, _ = app.begin_run(None)
+    second, notice = app.begin_run(first)
+    assert first.stop_asked and not second.stop_asked and notice["kind"] == "busy"
 
 
 # The model's state
