@@ -11,6 +11,8 @@ from paligemma.scripts import full_size, parity
 from paligemma.scripts.compare import Sample, agreement, mean_relative_error
 from paligemma.scripts.random_checkpoints import GEMMA1, LAYOUTS, VISION, Case, make_model, save_layout
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
 
 @pytest.mark.parametrize("name", parity.CHECKPOINTS)
 def test_float32_agrees_with_transformers(name: str, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from tiny_tokenizer import SPECIAL_TOKENS, build_tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PaliGemmaProcessor as ReferenceProcessor
 from transformers import PreTrainedTokenizerFast
@@ -19,6 +18,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from paligemma.config import GemmaConfig, PaliGemmaConfig, SiglipVisionConfig
 from paligemma.processing import ImageSettings, PaliGemmaProcessor, image_to_pixels, load_tokenizer, to_rgb
+from paligemma.scripts.tiny_tokenizer import SPECIAL_TOKENS, build_tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 

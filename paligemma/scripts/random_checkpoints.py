@@ -124,11 +124,7 @@ CASES = {
     "paligemma1": Case(),
     "grouped": Case({**GEMMA1, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20}),
     "paligemma2": Case(GEMMA2, top_level_hidden_size=64),
-    "sliding": Case(
-        {**GEMMA2, "sliding_window": 8, "num_key_value_heads": 2, "head_dim": 32},
-        image_size=28,
-        top_level_hidden_size=64,
-    ),
+    "sliding": Case({**GEMMA2, "sliding_window": 8}, image_size=28, top_level_hidden_size=64),
     "paligemma1-112": Case(image_size=112),
     "paligemma2-112": Case(GEMMA2, image_size=112, top_level_hidden_size=64),
     "paligemma1-224": Case(image_size=224),
