@@ -242,8 +242,9 @@ def print_table(report: dict[str, dict[str, dict[str, float]]], group: str) -> N
     names = list(dict.fromkeys(name for style in styles for name in report[style].get(group, {})))
     print(f"\n{group} objects\n{'':24}" + "".join(f"{style:>18}" for style in styles))
     for name in names:
-        cells = (report[style].get(group, {}).get(name) for style in styles)
-        print(f"{name:24}" + "".join(f"{'' if cell is None else round(cell, 3):>18}" for cell in cells))
+        cells = (report[style].get(group, {}).get(name, "") for style in styles)
+        shown = (f"{cell:.3f}" if isinstance(cell, float) else cell for cell in cells)
+        print(f"{name:24}" + "".join(f"{cell:>18}" for cell in shown))
 
 
 def main() -> None:

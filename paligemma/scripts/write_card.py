@@ -81,7 +81,7 @@ by this project on pictures that the project composes: one to four emoji on simp
 app answers out of the box. It shares no weights with Google's models.
 
 **It knows nothing else.** It has seen no photo and no other kind of thing. Asked about one, it will still answer, in
-its own words and with high probabilities, and the answer means nothing.
+its own words, often with high probability, and the answer means nothing.
 
 ## What it can do
 
@@ -245,7 +245,7 @@ def _training(options: TrainOptions, seconds: int, hardware: str) -> str:
         f"* steps: {options.vision_steps:,} of the vision tower alone, then {options.steps:,} with the decoder",
         f"* pictures composed: {pictures_trained_on(options):,}",
         f"* seed: {options.seed}",
-        f"* time: {seconds / 3600:.1f} hours",
+        f"* time: {seconds / 3600:.1f} hours, with every step that was done again",
         f"* hardware: {hardware}",
     ]
     return "\n".join(items)
