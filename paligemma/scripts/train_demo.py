@@ -319,7 +319,7 @@ class Trainer:
     def train_step(self, batch: Batch) -> dict[str, float]:
         """One update; returns the losses."""
         stage = self.options.stage(self.step)
-        # PyTorch's fused attention is made for long rows: on the CPU its backward pass takes several times as long here.
+        # On the CPU the backward pass of PyTorch's fused attention takes several times as long for rows this short.
         attention = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
         with torch.autocast(self.device.type, dtype=torch.bfloat16), attention:
             losses = self.losses(stage, batch)
