@@ -180,6 +180,14 @@ class GemmaAttention(nn.Module):
         )
         return apply_rotary_pos_emb(queries, *rotary), apply_rotary_pos_emb(keys, *rotary), values
 
+    def weights_of_last_query(
+        self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None
+    ) -> Tensor:
+        """How much the last of T tokens takes from each, float32, (B, H, T); the arguments are `forward`'s."""
+        queries, keys, _ = self.queries_keys_values(hidden_states, rotary)
+        last_mask = None if mask is None else mask[:, :, -1:]
+        return attention_weights(queries[:, :, -1:], keys, last_mask, self.scale, self.softcap)[:, :, 0]
+
     def forward(
         self,
         hidden_states: Tensor,
