@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -66,11 +67,7 @@ def _problem(problem: Problem, starts: Sequence[int]) -> dict[str, Any]:
 
 def tokens_of_span(span: tuple[int, int], starts: Sequence[int]) -> list[int]:
     """The tokens whose text reaches into `span`; `starts` has a token's first character, and the text's end."""
-    return [
-        index
-        for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False))
-        if start < span[1] and end > span[0]
-    ]
+    return [index for index, (start, end) in enumerate(itertools.pairwise(starts)) if start < span[1] and end > span[0]]
 
 
 def _token_starts(steps: Sequence[Step]) -> list[int]:
