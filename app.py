@@ -73,19 +73,17 @@ def ask_for_branch(visit: Visit, event: gr.EventData) -> Any:
     return words.notice("busy", "Waiting for its turn") if visit.plan else gr.skip()
 
 
-def ask_for_example(
-    shelf: Sequence[examples.Example], visit: Visit, *decoding: Any, event: gr.EventData
-) -> tuple[Any, Any, Any]:
+def ask_for_example(visit: Visit, *decoding: Any, event: gr.EventData) -> tuple[Any, Any, Any]:
     """An example was chosen: (picture, prompt, notice), and its run lines up."""
-    if not isinstance(event.index, int) or not 0 <= event.index < len(shelf):
+    example = _pick(visit.examples, event.index)
+    if example is None:
         return gr.skip(), gr.skip(), gr.skip()
-    example = shelf[event.index]
     visit.form = None
     visit.ask(Plan(str(example.path), (example.prompt, *decoding)))
     return str(example.path), example.prompt, words.notice("busy", "Waiting for its turn")
 
 
-def answer_on_page(hosts: Hosts, visit: Visit) -> Iterator[Update]:
+def answer_on_page(visit: Visit) -> Iterator[Update]:
     """Do what was asked for last. Whatever goes wrong becomes a line of the page; what was written stays."""
     # Gradio closes an abandoned generator only once it has yielded: so yield before any work.
     yield _page(Update())
@@ -94,7 +92,7 @@ def answer_on_page(hosts: Hosts, visit: Visit) -> Iterator[Update]:
         return
     try:
         yield _page(Update(words.notice("busy", "Preparing")))
-        for update in carry_out(hosts[visit.model], visit, plan, control):
+        for update in carry_out(visit.host, visit, plan, control):
             yield _page(update)
     except Exception as error:
         yield _page(Update(_failure(error)))
@@ -121,9 +119,9 @@ def ask_to_stop(visit: Visit) -> Any:
     return words.notice("busy", "Stopping after this token")
 
 
-def show_picture(hosts: Hosts, visit: Visit, upload: Any) -> tuple[Any, Any]:
+def show_picture(visit: Visit, upload: Any) -> tuple[Any, Any]:
     """A picture was chosen or taken away: (notice, picture part)."""
-    host, path = hosts[visit.model], picture_path(upload)
+    host, path = visit.host, picture_path(upload)
     visit.picture = None
     if path is None:
         return gr.skip(), None
@@ -141,22 +139,26 @@ def clear_picture() -> None:
     """Another picture is wanted: the field is empty again."""
 
 
-def write_prompt(hosts: Hosts, visit: Visit, prompt: Any, event: gr.EventData) -> Any:
+def write_prompt(visit: Visit, prompt: Any, event: gr.EventData) -> Any:
     """A task chip was pressed: it only writes the prompt."""
-    known = _tasks(hosts[visit.model])
-    if not isinstance(event.index, int) or not 0 <= event.index < len(known):
-        return gr.skip()
-    return tasks.write_prompt(known[event.index], prompt if isinstance(prompt, str) else "", known)
+    known = _tasks(visit.host)
+    task = _pick(known, event.index)
+    return gr.skip() if task is None else tasks.write_prompt(task, prompt if isinstance(prompt, str) else "", known)
+
+
+def _pick(choices: Sequence[Any], index: Any) -> Any:
+    """One of the choices by the place that the page names; None for a place that does not exist."""
+    return choices[index] if isinstance(index, int) and 0 <= index < len(choices) else None
 
 
 def _tasks(host: ModelHost) -> tuple[tasks.Task, ...]:
     return tasks.tasks_of(host.model.source) if host.model else ()
 
 
-def show_run(hosts: Hosts, visit: Visit, event: gr.EventData) -> Update:
+def show_run(visit: Visit, event: gr.EventData) -> Update:
     """An earlier run was chosen in the tree."""
     run = visit.history.find(event.run)
-    return _page(show_again(hosts[visit.model], visit, run) if run else Update())
+    return _page(show_again(visit.host, visit, run) if run else Update())
 
 
 def compare_runs(visit: Visit, event: gr.EventData) -> Any:
@@ -165,11 +167,11 @@ def compare_runs(visit: Visit, event: gr.EventData) -> Any:
     return runs.run_tree(visit.history, [run for run in found if run])
 
 
-def look_inside(hosts: Hosts, visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
+def look_inside(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
     """Attention and logit lens of one token: (notice, look)."""
     yield words.notice("busy", "Looking inside"), gr.skip()
     try:
-        host, run = hosts[visit.model], visit.history.find(event.run)
+        host, run = visit.host, visit.history.find(event.run)
         if run is None:
             raise ValueError("This run is no longer kept.")
         require_same_model(host, run)
@@ -185,11 +187,11 @@ def look_inside(hosts: Hosts, visit: Visit, event: gr.EventData) -> Iterator[tup
         yield _failure(error), gr.skip()
 
 
-def picture_shares(hosts: Hosts, visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
+def picture_shares(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
     """How much of its attention each token of a run gave to the picture: (notice, shares)."""
     yield words.notice("busy", "Looking inside"), gr.skip()
     try:
-        host, run = hosts[visit.model], visit.history.find(event.run)
+        host, run = visit.host, visit.history.find(event.run)
         if run is None or host.model is None:
             raise ValueError("This run is no longer kept.")
         require_same_model(host, run)
@@ -203,9 +205,9 @@ def picture_shares(hosts: Hosts, visit: Visit, event: gr.EventData) -> Iterator[
         yield _failure(error), gr.skip()
 
 
-def download_objects(hosts: Hosts, visit: Visit, event: gr.EventData) -> Any:
+def download_objects(visit: Visit, event: gr.EventData) -> Any:
     """The picture with its objects as PNG, or the objects as COCO's JSON."""
-    run, decoder = visit.history.find(event.run), hosts[visit.model].mask_decoder
+    run, decoder = visit.history.find(event.run), visit.host.mask_decoder
     if run is None:
         return gr.skip()
     if event.kind == "png":
@@ -224,13 +226,13 @@ def export_run(visit: Visit) -> tuple[Any, Any]:
     return gr.skip(), _download(visit, f"run-{run.number}.json", "application/json", text=text)
 
 
-def import_run(hosts: Hosts, visit: Visit, file: bytes | None) -> Update:
+def import_run(visit: Visit, file: bytes | None) -> Update:
     """A run from a file, checked like any input, becomes the run on the page."""
     try:
         if file is None:
             return _page(Update())
         run = visit.history.add(export.read_run(file, visit.history.next_number()))
-        return _page(show_again(hosts[visit.model], visit, run))
+        return _page(show_again(visit.host, visit, run))
     except Exception as error:
         return _page(Update(_failure(error)))
 
@@ -240,16 +242,16 @@ def _download(visit: Visit, name: str, media_type: str, **content: str) -> dict[
     return {"serial": visit.num_downloads, "name": name, "type": media_type, **content}
 
 
-def choose_model(hosts: Hosts, visit: Visit, name: Any) -> tuple[Any, ...]:
+def choose_model(visit: Visit, name: Any) -> tuple[Any, ...]:
     """Another model of the list shall answer; it is loaded now if it was not before."""
-    visit.model = next((place for place, host in enumerate(hosts) if host.name == name), 0)
-    hosts[visit.model].start()
-    return show_model(hosts, visit)
+    visit.model = next((place for place, host in enumerate(visit.hosts) if host.name == name), 0)
+    visit.host.start()
+    return show_model(visit)
 
 
-def show_model(hosts: Hosts, visit: Visit) -> tuple[Any, Any, Any, gr.Timer]:
+def show_model(visit: Visit) -> tuple[Any, Any, Any, gr.Timer]:
     """(badge, task chips, inspector, timer): the state of the model, and whether to ask again."""
-    host = hosts[visit.model]
+    host = visit.host
     cap = host.model.config.text_config.final_logit_softcapping if host.model else None
     return host.notice, tasks.task_chips(_tasks(host)), {"soft_cap": cap}, gr.Timer(active=host.loading)
 
@@ -401,12 +403,13 @@ class Parts(NamedTuple):
 def _header(hosts: Hosts) -> tuple[Part, gr.Dropdown]:
     """(badge, list of models); the list is shown where there is a choice."""
     with gr.Row(elem_id="header"):
-        Part("header", elem_id="title")
+        Part("heading", text="PaliGemma, token by token", tag="h1", elem_id="title")
         badge = Part("notice", hosts[0].notice, elem_id="badge")
         names = [host.name for host in hosts]
         models = gr.Dropdown(
             names, value=names[0], label="Model", visible=len(hosts) > 1, elem_id="models", container=False
         )
+        Part("header", elem_id="choices")
     return badge, models
 
 
@@ -455,10 +458,10 @@ def _decoding_controls() -> tuple[gr.Slider, gr.Slider, gr.Slider, gr.Slider, gr
 def _ask_column() -> tuple[Form, Buttons, Part, Part, Part]:
     """What a person gives: (form, buttons, picture part, task chips, notice)."""
     with gr.Column(elem_id="ask", min_width=300):
-        with gr.Group(elem_classes="card"):
+        with gr.Column(elem_classes="card"):
             picture = _picture_field()
             scene_part = Part("scene", elem_id="scene")
-        with gr.Group(elem_classes="card"):
+        with gr.Column(elem_classes="card"):
             task_chips = Part("chips", name="Tasks", elem_id="tasks")
             prompt = _prompt_field()
             buttons = _buttons()
@@ -470,31 +473,38 @@ def _ask_column() -> tuple[Form, Buttons, Part, Part, Part]:
 
 
 def _examples_column(shelf: Sequence[examples.Example]) -> Part:
-    with gr.Column(elem_id="examples", min_width=300, visible=bool(shelf)), gr.Group(elem_classes="card"):
-        Part("heading", text="Examples")
+    with gr.Column(elem_id="examples", min_width=300, visible=bool(shelf)), gr.Column(elem_classes="card"):
+        Part("heading", text="Examples", tag="h2")
         return Part("chips", examples.example_chips(shelf), name="Examples", elem_id="example-chips")
 
 
+PANELS = (
+    ("panel-candidates", "Candidates"),
+    ("panel-objects", "Objects"),
+    ("panel-look", "Attention and lens"),
+    ("panel-runs", "Runs"),
+)
+
+
 def _answer_column() -> dict[str, Any]:
-    """The answer and everything that can be seen of it."""
+    """The answer and everything that can be seen of it, by the names of `Parts`."""
+    candidates, found, inside, history = (
+        {"elem_id": name, "elem_classes": "panel", "min_width": 0} for name, _ in PANELS
+    )
     with gr.Column(elem_id="answer", min_width=300):
-        with gr.Group(elem_classes="card"):
+        with gr.Column(elem_classes="card"):
             strip = Part("strip", elem_id="strip")
-        # All tabs are in the page from the start: parts tell each other what was chosen.
-        with gr.Group(elem_classes="card"), gr.Tabs(elem_id="tabs"):
-            with gr.Tab("Candidates", render_children=True):
+        with gr.Column(elem_classes="card"):
+            Part("tabs", panels=PANELS)
+            with gr.Column(**candidates):
                 inspector = Part("inspector", columns=tokens.CANDIDATE_COLUMNS, elem_id="inspector")
-            with gr.Tab("Objects", render_children=True):
+            with gr.Column(**found):
                 object_table = Part("objects", elem_id="objects")
-            with gr.Tab("Attention and lens", render_children=True):
+            with gr.Column(**inside):
                 look = Part("look", columns=attention.LENS_COLUMNS, elem_id="look")
-            with gr.Tab("Runs", render_children=True):
-                tree = Part("runs", elem_id="runs")
-                with gr.Row(elem_id="files"):
-                    export_button = gr.Button("Export this run", size="sm", elem_id="export")
-                    imported = gr.UploadButton(
-                        "Import a run", file_types=[".json"], type="binary", size="sm", elem_id="import"
-                    )
+            with gr.Column(**history):
+                tree, export_button, imported = _runs_panel()
+            shares, download = Part("relay", topic="shares"), Part("download")
     return {
         "strip": strip,
         "inspector": inspector,
@@ -503,9 +513,17 @@ def _answer_column() -> dict[str, Any]:
         "runs": tree,
         "export": export_button,
         "imported": imported,
-        "shares": Part("relay", topic="shares"),
-        "download": Part("download"),
+        "shares": shares,
+        "download": download,
     }
+
+
+def _runs_panel() -> tuple[Part, gr.Button, gr.UploadButton]:
+    tree = Part("runs", elem_id="runs")
+    with gr.Row(elem_id="files"):
+        export_button = gr.Button("Export this run", size="sm", elem_id="export")
+        imported = gr.UploadButton("Import a run", file_types=[".json"], type="binary", size="sm", elem_id="import")
+    return tree, export_button, imported
 
 
 # Wiring
@@ -523,18 +541,16 @@ def build_app(*hosts: ModelHost) -> gr.Blocks:
             answer = _answer_column()
             example_chips = _examples_column(shelf)
         parts = Parts(badge, models, task_chips, notice, example_chips, scene_part, **answer)
-        visit = gr.State(Visit())
-        _wire_runs(hosts, shelf, visit, form, buttons, parts)
-        _wire_form(hosts, visit, form, parts)
-        _wire_answer(hosts, visit, parts)
-        _wire_model_state(app, hosts, visit, parts)
+        visit = gr.State(Visit(hosts, shelf))
+        _wire_runs(visit, form, buttons, parts)
+        _wire_form(visit, form, parts)
+        _wire_answer(visit, parts)
+        _wire_model_state(app, visit, parts)
         _wire_api(hosts, form)
     return app.queue(default_concurrency_limit=1, max_size=16)
 
 
-def _wire_runs(
-    hosts: Hosts, shelf: Sequence[examples.Example], visit: gr.State, form: Form, buttons: Buttons, parts: Parts
-) -> None:
+def _wire_runs(visit: gr.State, form: Form, buttons: Buttons, parts: Parts) -> None:
     """What starts a run: each way lines up a plan at once, and then the plan is carried out in the queue."""
     # Without preprocessing the upload arrives as a checked path, unopened: opening it is up to open_picture.
     unopened = {"preprocess": False, **AT_ONCE}
@@ -543,49 +559,49 @@ def _wire_runs(
         buttons.step.click(ask_for_step, [visit, *form], parts.notice, **unopened),
         parts.inspector.branch(ask_for_branch, visit, parts.notice, **AT_ONCE),
         parts.examples.select(
-            partial(ask_for_example, shelf),
+            ask_for_example,
             [visit, *form.decoding],
             [form.picture, form.prompt, parts.notice],
             **AT_ONCE,
         ),
     ]
     for event in asked:
-        event.then(partial(answer_on_page, hosts), visit, parts.page, trigger_mode="multiple", **MODEL_QUEUE, **PRIVATE)
+        event.then(answer_on_page, visit, parts.page, trigger_mode="multiple", **MODEL_QUEUE, **PRIVATE)
     # Gradio's own `cancels` ignores Run until the running step is over, and then reports an error.
     buttons.stop.click(ask_to_stop, visit, parts.notice, **AT_ONCE)
 
 
-def _wire_form(hosts: Hosts, visit: gr.State, form: Form, parts: Parts) -> None:
+def _wire_form(visit: gr.State, form: Form, parts: Parts) -> None:
     form.picture.change(
-        partial(show_picture, hosts),
+        show_picture,
         [visit, form.picture],
         [parts.notice, parts.scene],
         preprocess=False,
         **AT_ONCE,
     )
     parts.scene.clear(clear_picture, None, form.picture, **AT_ONCE)
-    parts.tasks.select(partial(write_prompt, hosts), [visit, form.prompt], form.prompt, js=None, **AT_ONCE).then(
+    parts.tasks.select(write_prompt, [visit, form.prompt], form.prompt, **AT_ONCE).then(
         None, js="() => document.querySelector('#prompt textarea').focus()", **PRIVATE
     )
 
 
-def _wire_answer(hosts: Hosts, visit: gr.State, parts: Parts) -> None:
+def _wire_answer(visit: gr.State, parts: Parts) -> None:
     """What can be done with an answer. Tokens and candidates need no event: the strip has their numbers."""
     parts.strip.resync(send_all_tokens, visit, parts.strip, **AT_ONCE)
-    parts.strip.shares(partial(picture_shares, hosts), visit, [parts.notice, parts.shares], **MODEL_QUEUE, **PRIVATE)
-    parts.look.inspect(partial(look_inside, hosts), visit, [parts.notice, parts.look], **MODEL_QUEUE, **PRIVATE)
-    parts.objects.download(partial(download_objects, hosts), visit, parts.download, **AT_ONCE)
-    parts.runs.open(partial(show_run, hosts), visit, parts.page, **AT_ONCE)
+    parts.strip.shares(picture_shares, visit, [parts.notice, parts.shares], **MODEL_QUEUE, **PRIVATE)
+    parts.look.inspect(look_inside, visit, [parts.notice, parts.look], **MODEL_QUEUE, **PRIVATE)
+    parts.objects.download(download_objects, visit, parts.download, **AT_ONCE)
+    parts.runs.open(show_run, visit, parts.page, **AT_ONCE)
     parts.runs.compare(compare_runs, visit, parts.runs, **AT_ONCE)
     parts.export.click(export_run, visit, [parts.notice, parts.download], **AT_ONCE)
-    parts.imported.upload(partial(import_run, hosts), [visit, parts.imported], parts.page, **AT_ONCE)
+    parts.imported.upload(import_run, [visit, parts.imported], parts.page, **AT_ONCE)
 
 
-def _wire_model_state(app: gr.Blocks, hosts: Hosts, visit: gr.State, parts: Parts) -> None:
+def _wire_model_state(app: gr.Blocks, visit: gr.State, parts: Parts) -> None:
     timer = gr.Timer(1.0)
     shown = [parts.badge, parts.tasks, parts.inspector, timer]
-    gr.on([app.load, timer.tick], partial(show_model, hosts), visit, shown, **AT_ONCE)
-    parts.models.input(partial(choose_model, hosts), [visit, parts.models], shown, **AT_ONCE)
+    gr.on([app.load, timer.tick], show_model, visit, shown, **AT_ONCE)
+    parts.models.input(choose_model, [visit, parts.models], shown, **AT_ONCE)
 
 
 def _wire_api(hosts: Hosts, form: Form) -> None:

@@ -1,4 +1,4 @@
-// The name of the page, the languages, and light or dark.
+// The languages, and light or dark.
 
 const { t, make, button, chooseLanguage, chooseTheme, startTheme, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
@@ -20,7 +20,7 @@ function draw() {
   });
   theme.title = t("Light or dark");
   theme.setAttribute("aria-label", t("Light or dark"));
-  part.replaceChildren(make("h1", "", t("PaliGemma, token by token")), choices, theme);
+  part.replaceChildren(choices, theme);
 }
 startTheme();
 subscribe("language", draw);

@@ -1,5 +1,5 @@
-// The heading of a card: props.text.
+// A heading: props.text in an element props.tag.
 
 const { t, make, subscribe } = window.paligemma;
 
-subscribe("language", () => element.querySelector(".part").replaceChildren(make("h2", "", t(props.text))));
+subscribe("language", () => element.querySelector(".part").replaceChildren(make(props.tag, "", t(props.text))));

@@ -77,7 +77,7 @@ function drawLegend() {
 // Chips
 
 function makeChip(token) {
-  const chip = make("span", "token " + token.kind, token.piece);
+  const chip = make("span", "token kind-" + token.kind, token.piece);
   chip.setAttribute("role", "option");
   chip.dataset.index = token.index;
   if (token.forced) chip.classList.add("forced");

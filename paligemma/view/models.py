@@ -42,6 +42,10 @@ class ModelHost:
         if load is None:
             self._finished.set()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHost:
+        """Gradio copies what a visit begins with; the model is the same for all."""
+        return self
+
     def start(self) -> None:
         """Begin to load, unless that was done before; returns at once."""
         if self._load and not self._started:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from paligemma.view.examples import Example
+from paligemma.view.models import ModelHost
 from paligemma.view.picture import Picture
 from paligemma.view.runs import History, Plan
 
@@ -19,10 +21,12 @@ class RunControl:
 
 @dataclass
 class Visit:
-    """One visitor's runs, and what was asked for next.
+    """One visitor's runs, and what was asked for next. Copied for every visitor, all but the models.
 
     Attributes:
-        model: which of the server's models answers, by its place in the list.
+        hosts: the server's models, at least one.
+        examples: those that the page offers.
+        model: which of the models answers, by its place in the list.
         plan: what the next run shall do. A run takes it; one that finds none was overtaken, and does nothing.
         control: of the newest run.
         form: picture and prompt that the current run was asked with.
@@ -30,6 +34,8 @@ class Visit:
         num_downloads: so that the same file can be had twice.
     """
 
+    hosts: tuple[ModelHost, ...]
+    examples: tuple[Example, ...] = ()
     history: History = field(default_factory=History)
     model: int = 0
     plan: Plan | None = None
@@ -37,6 +43,10 @@ class Visit:
     form: tuple[Any, ...] | None = None
     picture: Picture | None = None
     num_downloads: int = 0
+
+    @property
+    def host(self) -> ModelHost:
+        return self.hosts[self.model]
 
     def ask(self, plan: Plan | None) -> None:
         """Line a run up, and end what still runs; None leaves everything as it is."""

@@ -1,0 +1,722 @@
+"""The page: give PaliGemma a picture and a prompt, watch it answer token by token, and look at every token.
+
+From top to bottom: the models that the server holds, the handlers (generators that run the model and yield what
+the page shows, and short functions), the components, the wiring, and `main()`. What is shown is computed in
+`paligemma/view/` and drawn by the scripts in `assets/`, one a part of the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import logging
+import os
+import platform
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gradio as gr
+import torch
+
+import paligemma
+from paligemma import lens
+from paligemma.view import attention, events, examples, export, objects, runs, tasks, tokens, words
+from paligemma.view.models import ModelHost, host_named
+from paligemma.view.picture import make_picture, open_picture
+from paligemma.view.requests import MAX_PROMPT_CHARACTERS, picture_path, read_ids, read_index, read_request
+from paligemma.view.runner import Following, Update, carry_out, require_same_model, scene_of, show_again, strip_of
+from paligemma.view.runs import Plan
+from paligemma.view.visit import Visit
+
+ASSETS = Path(__file__).parent / "assets"
+MASK_DECODER_FILES = ("mask_decoder.safetensors", "vae-oid.npz")
+# Every event that runs the model shares one queue, and one at a time of it runs.
+MODEL_QUEUE = {"concurrency_id": "model", "concurrency_limit": 1}
+PRIVATE = {"api_visibility": "private", "show_progress": "hidden"}
+AT_ONCE = {**PRIVATE, "queue": False}
+
+Hosts = Sequence[ModelHost]
+
+log = logging.getLogger("paligemma.app")
+
+
+# Handlers: what the page shows
+
+
+def ask(visit: Visit, picture: Any, prompt: Any, *decoding: Any) -> words.Notice:
+    """Run was asked for: line up, and end what this visitor still has running."""
+    visit.form = (picture_path(picture), prompt)
+    visit.ask(Plan(picture_path(picture), (prompt, *decoding)))
+    return words.notice("busy", "Waiting for its turn")
+
+
+def ask_for_step(visit: Visit, picture: Any, prompt: Any, *decoding: Any) -> Any:
+    """One token more: of the run on the page, or the first one when picture or prompt are others by now."""
+    form = (picture_path(picture), prompt)
+    if visit.form != form or visit.history.current is None:
+        visit.form = form
+        visit.ask(Plan(form[0], (prompt, *decoding), stop_after=1))
+        return words.notice("busy", "Waiting for its turn")
+    plan = visit.history.plan_step()
+    visit.ask(plan)
+    return gr.skip() if plan else words.notice("idle", "The answer has ended; nothing follows.")
+
+
+def ask_for_branch(visit: Visit, event: gr.EventData) -> Any:
+    """Another candidate was chosen: answer anew from there, by its id."""
+    visit.ask(visit.history.plan_branch(event.run, event.index, event.token_id))
+    return words.notice("busy", "Waiting for its turn") if visit.plan else gr.skip()
+
+
+def ask_for_example(
+    shelf: Sequence[examples.Example], visit: Visit, *decoding: Any, event: gr.EventData
+) -> tuple[Any, Any, Any]:
+    """An example was chosen: (picture, prompt, notice), and its run lines up."""
+    if not isinstance(event.index, int) or not 0 <= event.index < len(shelf):
+        return gr.skip(), gr.skip(), gr.skip()
+    example = shelf[event.index]
+    visit.form = None
+    visit.ask(Plan(str(example.path), (example.prompt, *decoding)))
+    return str(example.path), example.prompt, words.notice("busy", "Waiting for its turn")
+
+
+def answer_on_page(hosts: Hosts, visit: Visit) -> Iterator[Update]:
+    """Do what was asked for last. Whatever goes wrong becomes a line of the page; what was written stays."""
+    # Gradio closes an abandoned generator only once it has yielded: so yield before any work.
+    yield _page(Update())
+    plan, control = visit.take_plan(), visit.control
+    if plan is None:
+        return
+    try:
+        yield _page(Update(words.notice("busy", "Preparing")))
+        for update in carry_out(hosts[visit.model], visit, plan, control):
+            yield _page(update)
+    except Exception as error:
+        yield _page(Update(_failure(error)))
+    finally:
+        control.finished = True
+
+
+def _page(update: Update) -> Update:
+    """In Gradio's words: a part that stays as it is."""
+    return Update(*(gr.skip() if part is None else part for part in update))
+
+
+def send_all_tokens(visit: Visit) -> Any:
+    """The strip missed an update: all tokens of the current run."""
+    run = visit.history.current
+    return strip_of(run, 0, run.finish_reason is not None) if run else gr.skip()
+
+
+def ask_to_stop(visit: Visit) -> Any:
+    """Stop was asked for: the run ends behind the token that it is at."""
+    if visit.control.finished:
+        return gr.skip()
+    visit.control.stop_asked = True
+    return words.notice("busy", "Stopping after this token")
+
+
+def show_picture(hosts: Hosts, visit: Visit, upload: Any) -> tuple[Any, Any]:
+    """A picture was chosen or taken away: (notice, picture part)."""
+    host, path = hosts[visit.model], picture_path(upload)
+    visit.picture = None
+    if path is None:
+        return gr.skip(), None
+    if host.model is None:
+        return gr.skip(), gr.skip()  # what the model sees is known once there is one
+    try:
+        picture = make_picture(open_picture(path), host.model.processor)
+    except Exception as error:
+        return _failure(error), None
+    visit.picture = picture
+    return gr.skip(), scene_of(host, picture)
+
+
+def clear_picture() -> None:
+    """Another picture is wanted: the field is empty again."""
+
+
+def write_prompt(hosts: Hosts, visit: Visit, prompt: Any, event: gr.EventData) -> Any:
+    """A task chip was pressed: it only writes the prompt."""
+    known = _tasks(hosts[visit.model])
+    if not isinstance(event.index, int) or not 0 <= event.index < len(known):
+        return gr.skip()
+    return tasks.write_prompt(known[event.index], prompt if isinstance(prompt, str) else "", known)
+
+
+def _tasks(host: ModelHost) -> tuple[tasks.Task, ...]:
+    return tasks.tasks_of(host.model.source) if host.model else ()
+
+
+def show_run(hosts: Hosts, visit: Visit, event: gr.EventData) -> Update:
+    """An earlier run was chosen in the tree."""
+    run = visit.history.find(event.run)
+    return _page(show_again(hosts[visit.model], visit, run) if run else Update())
+
+
+def compare_runs(visit: Visit, event: gr.EventData) -> Any:
+    """Two runs were ticked in the tree."""
+    found = [visit.history.find(number) for number in event.runs] if isinstance(event.runs, list) else []
+    return runs.run_tree(visit.history, [run for run in found if run])
+
+
+def look_inside(hosts: Hosts, visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
+    """Attention and logit lens of one token: (notice, look)."""
+    yield words.notice("busy", "Looking inside"), gr.skip()
+    try:
+        host, run = hosts[visit.model], visit.history.find(event.run)
+        if run is None:
+            raise ValueError("This run is no longer kept.")
+        require_same_model(host, run)
+        for state in host.wait():
+            yield state, gr.skip()
+        index = read_index(event.index)
+        found = lens.inspect(host.model, run.picture.seen, run.request["prompt"], run.token_ids, index)
+        yield (
+            words.notice("idle", "Looked inside token {number}", number=index + 1),
+            attention.look(run.number, found, index),
+        )
+    except Exception as error:
+        yield _failure(error), gr.skip()
+
+
+def picture_shares(hosts: Hosts, visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
+    """How much of its attention each token of a run gave to the picture: (notice, shares)."""
+    yield words.notice("busy", "Looking inside"), gr.skip()
+    try:
+        host, run = hosts[visit.model], visit.history.find(event.run)
+        if run is None or host.model is None:
+            raise ValueError("This run is no longer kept.")
+        require_same_model(host, run)
+        shares: list[float] = []
+        for index in range(len(run.steps)):
+            found = lens.inspect(host.model, run.picture.seen, run.request["prompt"], run.token_ids, index)
+            shares.append(attention.mean_share(found))
+            yield words.notice("busy", "Looked inside token {number}", number=index + 1), gr.skip()
+        yield words.run_shown(run), {"run": run.number, "shares": shares}
+    except Exception as error:
+        yield _failure(error), gr.skip()
+
+
+def download_objects(hosts: Hosts, visit: Visit, event: gr.EventData) -> Any:
+    """The picture with its objects as PNG, or the objects as COCO's JSON."""
+    run, decoder = visit.history.find(event.run), hosts[visit.model].mask_decoder
+    if run is None:
+        return gr.skip()
+    if event.kind == "png":
+        file = base64.b64encode(objects.drawn_picture(run, decoder)).decode()
+        return _download(visit, "objects.png", "image/png", base64=file)
+    return _download(visit, "objects.json", "application/json", text=objects.coco_file(run, decoder))
+
+
+def export_run(visit: Visit) -> tuple[Any, Any]:
+    """The run on the page as a file: (notice, download)."""
+    run = visit.history.current
+    if run is None or not run.steps:
+        return words.notice("idle", "There is no run yet."), gr.skip()
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "gradio": gr.__version__}
+    text = export.write_run(run, versions)
+    return gr.skip(), _download(visit, f"run-{run.number}.json", "application/json", text=text)
+
+
+def import_run(hosts: Hosts, visit: Visit, file: bytes | None) -> Update:
+    """A run from a file, checked like any input, becomes the run on the page."""
+    try:
+        if file is None:
+            return _page(Update())
+        run = visit.history.add(export.read_run(file, visit.history.next_number()))
+        return _page(show_again(hosts[visit.model], visit, run))
+    except Exception as error:
+        return _page(Update(_failure(error)))
+
+
+def _download(visit: Visit, name: str, media_type: str, **content: str) -> dict[str, Any]:
+    visit.num_downloads += 1
+    return {"serial": visit.num_downloads, "name": name, "type": media_type, **content}
+
+
+def choose_model(hosts: Hosts, visit: Visit, name: Any) -> tuple[Any, ...]:
+    """Another model of the list shall answer; it is loaded now if it was not before."""
+    visit.model = next((place for place, host in enumerate(hosts) if host.name == name), 0)
+    hosts[visit.model].start()
+    return show_model(hosts, visit)
+
+
+def show_model(hosts: Hosts, visit: Visit) -> tuple[Any, Any, Any, gr.Timer]:
+    """(badge, task chips, inspector, timer): the state of the model, and whether to ask again."""
+    host = hosts[visit.model]
+    cap = host.model.config.text_config.final_logit_softcapping if host.model else None
+    return host.notice, tasks.task_chips(_tasks(host)), {"soft_cap": cap}, gr.Timer(active=host.loading)
+
+
+def _failure(error: Exception) -> words.Notice:
+    _log(error)
+    return words.failure(error)
+
+
+def _log(error: Exception) -> None:
+    if not isinstance(error, ValueError):
+        log.error("a request failed", exc_info=error)
+
+
+# Handlers: the HTTP API
+
+
+def answer_over_api(
+    hosts: Hosts,
+    image: Any,
+    prompt: Any,
+    max_new_tokens: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    seed: Any = None,
+    top_n: Any = 10,
+    forced_ids: Any = None,
+    time_limit: Any = None,
+    model: Any = None,
+) -> Iterator[events.Event]:
+    """Answer a prompt about a picture: an event a token, in order.
+
+    Every event is {"text", "step", "finish_reason"}; while the model is not ready or prepares, "step" is null. The
+    last event adds "detections" and "timing".
+    """
+    yield events.WAITING_EVENT
+    try:
+        picture = open_picture(picture_path(image))
+        request = read_request(prompt, max_new_tokens, temperature, top_k, top_p, seed, top_n, forced_ids, time_limit)
+        host = host_named(hosts, model)
+        for _ in host.wait():
+            yield events.WAITING_EVENT
+        with closing(host.model.stream(picture, **request)) as stream:
+            following = Following(stream)
+            for step in following:
+                if step.finish_reason is None:
+                    yield events.step_event(step)
+        yield events.last_event(following.result, picture.size, host.mask_decoder)
+    except Exception as error:
+        _log(error)
+        raise gr.Error(words.explain(error), print_exception=False) from error
+
+
+def inspect_over_api(
+    hosts: Hosts, image: Any, prompt: Any, token_ids: Any, index: Any, model: Any = None
+) -> Iterator[dict[str, Any] | None]:
+    """Look inside the step that wrote token `index` of an answer, whose ids are `token_ids`.
+
+    null while the model is not ready; then {"index", "grid": [rows, columns] of patches, "attention": per layer and
+    head the weight of each patch, row by row, "picture_share": per layer and head, "lens": per depth {"layer",
+    "token_id", "piece", "prob", "rank_of_final", "entropy"}}. Attention is not an explanation.
+    """
+    yield None
+    try:
+        picture, ids, place = open_picture(picture_path(image)), read_ids("token_ids", token_ids), read_index(index)
+        host = host_named(hosts, model)
+        for _ in host.wait():
+            yield None
+        yield attention.inspection_event(lens.inspect(host.model, picture, prompt or "", ids, place), place)
+    except Exception as error:
+        _log(error)
+        raise gr.Error(words.explain(error), print_exception=False) from error
+
+
+# Components
+
+from gradio.events import Dependency
+
+class Part(gr.HTML):
+    """A part of the page that `assets/<script>.js` draws from data.
+
+    The template is static and holds no data, because Gradio compiles templates into code; the script writes what it
+    gets as text. The data goes as one JSON text, of which Gradio sends no more than there is in it.
+    """
+
+    def __init__(self, script: str, value: Any = None, **settings: Any) -> None:
+        super().__init__(
+            value,
+            html_template='<div class="part"></div>',
+            js_on_load=(ASSETS / f"{script}.js").read_text(encoding="utf-8"),
+            apply_default_css=False,
+            **settings,
+        )
+
+    def postprocess(self, value: Any) -> str | None:
+        return None if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    from typing import Callable, Literal, Sequence, Any, TYPE_CHECKING
+    from gradio.blocks import Block
+    if TYPE_CHECKING:
+        from gradio.components import Timer
+        from gradio.components.base import Component
+
+
+class Form(NamedTuple):
+    """The components of a request, in the order in which the handlers take them."""
+
+    picture: gr.Image
+    prompt: gr.Textbox
+    max_new_tokens: gr.Slider
+    temperature: gr.Slider
+    top_k: gr.Slider
+    top_p: gr.Slider
+    seed: gr.Number
+    top_n: gr.Slider
+
+    @property
+    def decoding(self) -> tuple[Any, ...]:
+        return self[2:]
+
+
+class Buttons(NamedTuple):
+    """What starts and ends runs."""
+
+    run: gr.Button
+    step: gr.Button
+    stop: gr.Button
+
+
+class Parts(NamedTuple):
+    """The other parts of the page that events read or write."""
+
+    badge: Part
+    models: gr.Dropdown
+    tasks: Part
+    notice: Part
+    examples: Part
+    scene: Part
+    strip: Part
+    inspector: Part
+    objects: Part
+    look: Part
+    shares: Part
+    runs: Part
+    export: gr.Button
+    imported: gr.UploadButton
+    download: Part
+
+    @property
+    def page(self) -> list[Part]:
+        """The outputs of an Update."""
+        return [self.notice, self.strip, self.objects, self.runs, self.scene]
+
+
+def _header(hosts: Hosts) -> tuple[Part, gr.Dropdown]:
+    """(badge, list of models); the list is shown where there is a choice."""
+    with gr.Row(elem_id="header"):
+        Part("header", elem_id="title")
+        badge = Part("notice", hosts[0].notice, elem_id="badge")
+        names = [host.name for host in hosts]
+        models = gr.Dropdown(
+            names, value=names[0], label="Model", visible=len(hosts) > 1, elem_id="models", container=False
+        )
+    return badge, models
+
+
+def _picture_field() -> gr.Image:
+    return gr.Image(
+        label="Picture",
+        type="filepath",
+        image_mode=None,
+        sources=["upload", "clipboard", "webcam"],
+        height=300,
+        buttons=["fullscreen"],
+        elem_id="picture",
+    )
+
+
+def _prompt_field() -> gr.Textbox:
+    return gr.Textbox(
+        label="Prompt",
+        value="caption en",
+        placeholder="caption en · detect dog · answer en what is this?",
+        max_length=MAX_PROMPT_CHARACTERS,
+        max_lines=4,
+        elem_id="prompt",
+    )
+
+
+def _buttons() -> Buttons:
+    with gr.Row(elem_id="buttons"):
+        run = gr.Button("Run", variant="primary", elem_id="run", min_width=80)
+        step = gr.Button("One step", variant="secondary", elem_id="step", min_width=80)
+        stop = gr.Button("Stop", variant="secondary", elem_id="stop", min_width=80)
+    return Buttons(run, step, stop)
+
+
+def _decoding_controls() -> tuple[gr.Slider, gr.Slider, gr.Slider, gr.Slider, gr.Number, gr.Slider]:
+    with gr.Accordion("Decoding", open=False, elem_id="decoding"):
+        max_new_tokens = gr.Slider(1, 512, value=128, step=1, label="Largest number of new tokens")
+        temperature = gr.Slider(0, 2, value=0, step=0.05, label="Temperature", info="0 takes the likeliest token")
+        top_k = gr.Slider(0, 100, value=0, step=1, label="Top-k", info="0 keeps all")
+        top_p = gr.Slider(0.01, 1, value=1, step=0.01, label="Top-p", info="1 keeps all")
+        seed = gr.Number(value=None, precision=0, minimum=0, label="Seed", info="empty: a fresh one for every run")
+        top_n = gr.Slider(1, 50, value=10, step=1, label="Candidates shown")
+    return max_new_tokens, temperature, top_k, top_p, seed, top_n
+
+
+def _ask_column() -> tuple[Form, Buttons, Part, Part, Part]:
+    """What a person gives: (form, buttons, picture part, task chips, notice)."""
+    with gr.Column(elem_id="ask", min_width=300):
+        with gr.Group(elem_classes="card"):
+            picture = _picture_field()
+            scene_part = Part("scene", elem_id="scene")
+        with gr.Group(elem_classes="card"):
+            task_chips = Part("chips", name="Tasks", elem_id="tasks")
+            prompt = _prompt_field()
+            buttons = _buttons()
+            notice = Part(
+                "notice", words.notice("idle", "Choose a picture, write a prompt, press Enter."), elem_id="notice"
+            )
+            decoding = _decoding_controls()
+    return Form(picture, prompt, *decoding), buttons, scene_part, task_chips, notice
+
+
+def _examples_column(shelf: Sequence[examples.Example]) -> Part:
+    with gr.Column(elem_id="examples", min_width=300, visible=bool(shelf)), gr.Group(elem_classes="card"):
+        Part("heading", text="Examples")
+        return Part("chips", examples.example_chips(shelf), name="Examples", elem_id="example-chips")
+
+
+def _answer_column() -> dict[str, Any]:
+    """The answer and everything that can be seen of it."""
+    with gr.Column(elem_id="answer", min_width=300):
+        with gr.Group(elem_classes="card"):
+            strip = Part("strip", elem_id="strip")
+        # All tabs are in the page from the start: parts tell each other what was chosen.
+        with gr.Group(elem_classes="card"), gr.Tabs(elem_id="tabs"):
+            with gr.Tab("Candidates", render_children=True):
+                inspector = Part("inspector", columns=tokens.CANDIDATE_COLUMNS, elem_id="inspector")
+            with gr.Tab("Objects", render_children=True):
+                object_table = Part("objects", elem_id="objects")
+            with gr.Tab("Attention and lens", render_children=True):
+                look = Part("look", columns=attention.LENS_COLUMNS, elem_id="look")
+            with gr.Tab("Runs", render_children=True):
+                tree = Part("runs", elem_id="runs")
+                with gr.Row(elem_id="files"):
+                    export_button = gr.Button("Export this run", size="sm", elem_id="export")
+                    imported = gr.UploadButton(
+                        "Import a run", file_types=[".json"], type="binary", size="sm", elem_id="import"
+                    )
+    return {
+        "strip": strip,
+        "inspector": inspector,
+        "objects": object_table,
+        "look": look,
+        "runs": tree,
+        "export": export_button,
+        "imported": imported,
+        "shares": Part("relay", topic="shares"),
+        "download": Part("download"),
+    }
+
+
+# Wiring
+
+
+def build_app(*hosts: ModelHost) -> gr.Blocks:
+    """The page and the HTTP API for these models, the first one first. Nothing is launched or loaded here."""
+    shelf = examples.load_examples(ASSETS / "examples")
+    with gr.Blocks(
+        title="PaliGemma, token by token", analytics_enabled=False, delete_cache=(600, 3600), fill_width=True
+    ) as app:
+        badge, models = _header(hosts)
+        with gr.Row(elem_id="main"):
+            form, buttons, scene_part, task_chips, notice = _ask_column()
+            answer = _answer_column()
+            example_chips = _examples_column(shelf)
+        parts = Parts(badge, models, task_chips, notice, example_chips, scene_part, **answer)
+        visit = gr.State(Visit())
+        _wire_runs(hosts, shelf, visit, form, buttons, parts)
+        _wire_form(hosts, visit, form, parts)
+        _wire_answer(hosts, visit, parts)
+        _wire_model_state(app, hosts, visit, parts)
+        _wire_api(hosts, form)
+    return app.queue(default_concurrency_limit=1, max_size=16)
+
+
+def _wire_runs(
+    hosts: Hosts, shelf: Sequence[examples.Example], visit: gr.State, form: Form, buttons: Buttons, parts: Parts
+) -> None:
+    """What starts a run: each way lines up a plan at once, and then the plan is carried out in the queue."""
+    # Without preprocessing the upload arrives as a checked path, unopened: opening it is up to open_picture.
+    unopened = {"preprocess": False, **AT_ONCE}
+    asked = [
+        gr.on([form.prompt.submit, buttons.run.click], ask, [visit, *form], parts.notice, **unopened),
+        buttons.step.click(ask_for_step, [visit, *form], parts.notice, **unopened),
+        parts.inspector.branch(ask_for_branch, visit, parts.notice, **AT_ONCE),
+        parts.examples.select(
+            partial(ask_for_example, shelf),
+            [visit, *form.decoding],
+            [form.picture, form.prompt, parts.notice],
+            **AT_ONCE,
+        ),
+    ]
+    for event in asked:
+        event.then(partial(answer_on_page, hosts), visit, parts.page, trigger_mode="multiple", **MODEL_QUEUE, **PRIVATE)
+    # Gradio's own `cancels` ignores Run until the running step is over, and then reports an error.
+    buttons.stop.click(ask_to_stop, visit, parts.notice, **AT_ONCE)
+
+
+def _wire_form(hosts: Hosts, visit: gr.State, form: Form, parts: Parts) -> None:
+    form.picture.change(
+        partial(show_picture, hosts),
+        [visit, form.picture],
+        [parts.notice, parts.scene],
+        preprocess=False,
+        **AT_ONCE,
+    )
+    parts.scene.clear(clear_picture, None, form.picture, **AT_ONCE)
+    parts.tasks.select(partial(write_prompt, hosts), [visit, form.prompt], form.prompt, js=None, **AT_ONCE).then(
+        None, js="() => document.querySelector('#prompt textarea').focus()", **PRIVATE
+    )
+
+
+def _wire_answer(hosts: Hosts, visit: gr.State, parts: Parts) -> None:
+    """What can be done with an answer. Tokens and candidates need no event: the strip has their numbers."""
+    parts.strip.resync(send_all_tokens, visit, parts.strip, **AT_ONCE)
+    parts.strip.shares(partial(picture_shares, hosts), visit, [parts.notice, parts.shares], **MODEL_QUEUE, **PRIVATE)
+    parts.look.inspect(partial(look_inside, hosts), visit, [parts.notice, parts.look], **MODEL_QUEUE, **PRIVATE)
+    parts.objects.download(partial(download_objects, hosts), visit, parts.download, **AT_ONCE)
+    parts.runs.open(partial(show_run, hosts), visit, parts.page, **AT_ONCE)
+    parts.runs.compare(compare_runs, visit, parts.runs, **AT_ONCE)
+    parts.export.click(export_run, visit, [parts.notice, parts.download], **AT_ONCE)
+    parts.imported.upload(partial(import_run, hosts), [visit, parts.imported], parts.page, **AT_ONCE)
+
+
+def _wire_model_state(app: gr.Blocks, hosts: Hosts, visit: gr.State, parts: Parts) -> None:
+    timer = gr.Timer(1.0)
+    shown = [parts.badge, parts.tasks, parts.inspector, timer]
+    gr.on([app.load, timer.tick], partial(show_model, hosts), visit, shown, **AT_ONCE)
+    parts.models.input(partial(choose_model, hosts), [visit, parts.models], shown, **AT_ONCE)
+
+
+def _wire_api(hosts: Hosts, form: Form) -> None:
+    """The endpoints hang on components that the page does not show, so that Gradio checks files for them too."""
+    model = gr.Textbox(visible=False, value=None, label="one of /models; empty: the first one")
+    forced_ids = gr.JSON(visible=False, label="token ids to begin the answer with")
+    time_limit = gr.Number(visible=False, label="seconds")
+    gr.Button(visible=False).click(
+        partial(answer_over_api, hosts),
+        [*form, forced_ids, time_limit, model],
+        gr.JSON(visible=False, label="event"),
+        api_name="generate",
+        api_description=answer_over_api.__doc__,
+        preprocess=False,
+        **MODEL_QUEUE,
+    )
+    token_ids = gr.JSON(visible=False, label="the ids of an answer")
+    index = gr.Number(visible=False, label="which of them, from 0")
+    gr.Button(visible=False).click(
+        partial(inspect_over_api, hosts),
+        [form.picture, form.prompt, token_ids, index, model],
+        gr.JSON(visible=False, label="inspection"),
+        api_name="inspect",
+        api_description=inspect_over_api.__doc__,
+        preprocess=False,
+        **MODEL_QUEUE,
+    )
+
+    def list_models() -> list[dict[str, Any]]:
+        return [host.describe() for host in hosts]
+
+    gr.api(list_models, api_name="models", api_description="The models of this server.", queue=False)
+
+
+# The process
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; `--model` falls back to the environment variable MODEL_ID."""
+    parser = argparse.ArgumentParser(
+        description="A page on which PaliGemma answers prompts about pictures, with the candidates behind every token."
+    )
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=os.environ.get("MODEL_ID", "").split(),
+        help="a folder in the hub's layout, or a hub id; several make a list to choose from "
+        "(default: MODEL_ID from the environment, else the bundled one)",
+    )
+    parser.add_argument("--revision", help="the hub's branch, tag or commit")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
+    parser.add_argument(
+        "--mask-decoder",
+        type=Path,
+        help="vae-oid.npz, which reads the masks of Google's checkpoints (default: beside the model)",
+    )
+    parser.add_argument("--mcp", action="store_true", help="offer the API as MCP tools too; needs gradio[mcp]")
+    parser.add_argument("--host", help="the address to listen on (default: GRADIO_SERVER_NAME, else 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="the port to listen on (default: the first free one from 7860)")
+    return parser
+
+
+def make_hosts(arguments: argparse.Namespace) -> list[ModelHost]:
+    """A host for each model that the command line names; nothing is loaded yet."""
+    return [_make_host(name, arguments) for name in arguments.model or [None]]
+
+
+def _make_host(source: str | None, arguments: argparse.Namespace) -> ModelHost:
+    folder = Path(source or ASSETS / "demo").expanduser()
+    if source is None and not (folder / "config.json").is_file():
+        return ModelHost("no model", None)
+    name = folder.resolve().name if source and folder.is_dir() else source or "bundled demo"
+    load = partial(paligemma.load, source, arguments.revision, arguments.device, arguments.dtype)
+    mask_decoders = (
+        [arguments.mask_decoder] if arguments.mask_decoder else [folder / file for file in MASK_DECODER_FILES]
+    )
+    return ModelHost(name, load, mask_decoders)
+
+
+def launch(app: gr.Blocks, **settings: Any) -> None:
+    """Serve the page. Nothing is shared, reported or kept beyond the visit."""
+    app.launch(
+        theme=gr.themes.Base(font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace")),
+        css_paths=[ASSETS / "page.css"],
+        head=_head(),
+        footer_links=["api", "settings"],
+        allowed_paths=[str(ASSETS / "examples")],
+        max_file_size="10mb",
+        show_error=False,
+        enable_monitoring=False,
+        run_history=False,
+        state_session_capacity=200,
+        ssr_mode=False,
+        **settings,
+    )
+
+
+def _head() -> str:
+    """What all parts of the page share: the words and `page.js`."""
+    words_text = json.dumps(json.loads((ASSETS / "words.json").read_text(encoding="utf-8")), ensure_ascii=False)
+    words_text = words_text.replace("<", "\\u003c")  # no word may end the script
+    script = (ASSETS / "page.js").read_text(encoding="utf-8")
+    return f"<script>window.paligemmaWords = {words_text};\n{script}</script>"
+
+
+def _stop_like_ctrl_c(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    signal.signal(signal.SIGTERM, _stop_like_ctrl_c)
+    hosts = make_hosts(arguments)
+    hosts[0].start()
+    with suppress(KeyboardInterrupt):
+        launch(
+            build_app(*hosts),
+            server_name=arguments.host,
+            server_port=arguments.port,
+            mcp_server=arguments.mcp or None,
+        )
+
+
+if __name__ == "__main__":
+    main()
