@@ -38,10 +38,10 @@ COLOUR_NUMBERS = {name: number for number, name in enumerate(COLOURS)}
 class BatchOptions:
     """Sizes: pictures a batch in each stage, text tokens a row, questions a picture in the single stage."""
 
-    vision_pictures: int = 96
-    packed_pictures: int = 40
+    vision_pictures: int = 64
+    packed_pictures: int = 24
     packed_tokens: int = 160
-    single_pictures: int = 24
+    single_pictures: int = 16
     single_questions: int = 4
     single_tokens: int = 36
 

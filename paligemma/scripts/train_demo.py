@@ -24,6 +24,7 @@ import math
 import multiprocessing
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from paligemma.checkpoint import save
@@ -213,16 +215,18 @@ class DenseHeads(nn.Module):
         self, tower: Tensor, rows: Tensor, table: Tensor, labels: dict[str, Tensor], words: Vocabulary
     ) -> Tensor:
         """The summed losses for tower features (B, N, vision), image rows (B, N, text) and the embedding table."""
-        classes, colours, boxes = labels["patch_class"], labels["patch_colour"], labels["patch_box"]
-        loss = F.cross_entropy(self.classes(tower).float().flatten(0, 1), classes.flatten())
-        shown = classes < len(CLASSES)
-        tower, rows, boxes = tower[shown], _normalised(rows[shown].float()), boxes[shown]
-        centres = patch_centres(tower.device).expand(*shown.shape, 4)[shown]
+        classes, colours, boxes = (labels[name].flatten(0, 1) for name in ("patch_class", "patch_colour", "patch_box"))
+        loss = F.cross_entropy(self.classes(tower).float().flatten(0, 1), classes)
+        # As many patches every time: oneDNN makes and keeps new kernels for every new shape.
+        shown = (classes < len(CLASSES)).nonzero()[:, 0]
+        shown = shown[torch.randint(len(shown), (len(classes) // 6,), device=shown.device)]
+        tower, rows = tower.flatten(0, 1)[shown], _normalised(rows.flatten(0, 1)[shown].float())
+        classes, painted, boxes = classes[shown], colours[shown], boxes[shown]
+        centres = patch_centres(tower.device)[shown % NUM_PATCHES]
         loss = loss + 8 * (self.boxes(tower).float() + centres - boxes).abs().mean()
-        painted = colours[shown]
         loss = loss + 0.5 * _mean_loss(self.colours(tower).float(), painted)
         for ids in words.class_words:
-            loss = loss + 0.5 / len(words.class_words) * F.cross_entropy(rows @ table[ids].T, classes[shown])
+            loss = loss + 0.5 / len(words.class_words) * F.cross_entropy(rows @ table[ids].T, classes)
         for ids in words.colour_words:
             loss = loss + 0.2 / len(words.colour_words) * _mean_loss(rows @ table[ids].T, painted)
         queries = _normalised(self.locations(rows).unflatten(-1, (4, -1)))
@@ -315,7 +319,9 @@ class Trainer:
     def train_step(self, batch: Batch) -> dict[str, float]:
         """One update; returns the losses."""
         stage = self.options.stage(self.step)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+        # On the CPU the backward pass of PyTorch's fused attention takes several times as long for rows this short.
+        attention = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
+        with torch.autocast(self.device.type, dtype=torch.bfloat16), attention:
             losses = self.losses(stage, batch)
         total = sum(losses.values())
         for optimizer in self.optimizers:
@@ -356,7 +362,9 @@ class Trainer:
         mask = torch.zeros(visible.shape, dtype=torch.bfloat16, device=self.device)
         mask.masked_fill_(~visible, torch.finfo(torch.bfloat16).min)
         hidden = decoder.run_layers(rows, mask, None, packed_positions(text["segment"]))
-        return self.model.language_model.compute_logits(hidden[:, NUM_PATCHES:][asked])
+        places = asked.flatten().nonzero()[:, 0]
+        padded = F.pad(places, (0, -len(places) % 512))  # few shapes, for the same reason as in DenseHeads
+        return self.model.language_model.compute_logits(hidden[:, NUM_PATCHES:].flatten(0, 1)[padded])[: len(places)]
 
     def single_logits(self, features: Tensor, text: dict[str, Tensor], asked: Tensor) -> Tensor:
         """The same for rows of one question, by the model's own forward."""
