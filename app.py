@@ -73,7 +73,7 @@ def ask_for_branch(visit: Visit, event: gr.EventData) -> Any:
     return words.notice("busy", "Waiting for its turn") if visit.plan else gr.skip()
 
 
-def ask_for_example(visit: Visit, *decoding: Any, event: gr.EventData) -> tuple[Any, Any, Any]:
+def ask_for_example(visit: Visit, event: gr.EventData, *decoding: Any) -> tuple[Any, Any, Any]:
     """An example was chosen: (picture, prompt, notice), and its run lines up."""
     example = _pick(visit.examples, event.index)
     if example is None:
@@ -488,9 +488,7 @@ PANELS = (
 
 def _answer_column() -> dict[str, Any]:
     """The answer and everything that can be seen of it, by the names of `Parts`."""
-    candidates, found, inside, history = (
-        {"elem_id": name, "elem_classes": "panel", "min_width": 0} for name, _ in PANELS
-    )
+    candidates, found, inside, history = ({"elem_id": name, "min_width": 0} for name, _ in PANELS)
     with gr.Column(elem_id="answer", min_width=300):
         with gr.Column(elem_classes="card"):
             strip = Part("strip", elem_id="strip")

@@ -4,6 +4,7 @@
 // make(tag, class, text) an element; text reaches the page through textContent only, whoever wrote it
 // svg(tag, attributes)  the same for drawings
 // table(columns, rows)  a table; see makeTable
+// readable(text)        an answer without its location and mask tokens
 // publish, subscribe    how parts tell each other what was chosen; a late subscriber gets the last word
 //
 // window.paligemmaWords, {language: {English text: translated text}}, comes from assets/words.json.
@@ -155,6 +156,9 @@ window.paligemma = (function () {
     return table;
   }
 
+  // An answer to be read: the location and mask tokens of an object are one sign.
+  const readable = (raw) => raw.replace(/(<loc\d{4}>)+(\s*<seg\d{3}>)*\s*/g, "▢ ").trimStart();
+
   // A part's value is JSON text, or nothing.
   function read(value) {
     return value ? JSON.parse(value) : null;
@@ -165,7 +169,7 @@ window.paligemma = (function () {
   });
   useLanguage(language);
   return {
-    t, make, button, svg, makeTable, read, publish, subscribe, chooseLanguage, chooseTheme, startTheme,
+    t, make, button, svg, makeTable, readable, read, publish, subscribe, chooseLanguage, chooseTheme, startTheme,
     get language() {
       return language;
     },

@@ -1,7 +1,7 @@
 // The runs of this visit, each below the one that it branched from, and two of them side by side:
 // {runs, compared} of paligemma/view/runs.py. "open" shows a run again, "compare" asks for two.
 
-const { t, make, button, read, subscribe } = window.paligemma;
+const { t, make, button, readable, read, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("runs");
 let ticked = [];
@@ -30,7 +30,7 @@ function drawRun(run) {
   open.append(make("b", "", `${run.number} `), make("span", "", run.prompt + " "));
   if (run.branched_at) open.append(make("code", "", `↗ ${run.branched_at}: ${run.piece}`));
   if (run.imported) open.append(make("span", "quiet", " " + t("from a file")));
-  open.append(make("span", "quiet said", run.text));
+  open.append(make("span", "quiet said", readable(run.text)));
   item.append(tick, open);
   return item;
 }

@@ -2,7 +2,7 @@
 // {run, start, count, done, tokens} of paligemma/view/tokens.py. Publishes "token", the chosen one with all its
 // numbers, so that it is shown without asking the server again.
 
-const { t, make, button, svg, read, publish, subscribe } = window.paligemma;
+const { t, make, button, svg, readable, read, publish, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("answer");
 
@@ -101,9 +101,6 @@ function paintChip(chip, token) {
   chip.title = describe(token);
 }
 const paintChips = () => tokens.forEach((token, index) => paintChip(strip.children[index], token));
-
-// The run of location and mask tokens of an object is one sign in the text.
-const readable = (raw) => raw.replace(/(<loc\d{4}>)+(\s*<seg\d{3}>)*\s*/g, "▢ ").trimStart();
 
 function addTokens(added) {
   for (const token of added) {

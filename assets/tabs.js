@@ -32,7 +32,7 @@ function draw() {
     if (!content) return;
     content.setAttribute("role", "tabpanel");
     content.setAttribute("aria-labelledby", "tab-" + id);
-    content.classList.toggle("shown", index === shown);
+    content.dataset.shown = String(index === shown);
   });
 }
 

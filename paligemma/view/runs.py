@@ -144,18 +144,14 @@ def run_tree(history: History, compared: Sequence[Run] = ()) -> dict[str, Any]:
 
 
 def side_by_side(left: Run, right: Run) -> list[dict[str, Any]]:
-    """Two runs, token beside token: "same" up to where their ids part."""
-    common = 0
-    for one, other in zip(left.token_ids, right.token_ids, strict=False):
-        if one != other:
-            break
-        common += 1
+    """Two runs, token beside token: "same" where both have one id in one place."""
+    same = [one == other for one, other in zip(left.token_ids, right.token_ids, strict=False)]
     return [
         {
             "number": run.number,
             "prompt": run.request["prompt"],
             "tokens": [
-                {"piece": visible_piece(step.piece), "prob": step.prob, "same": index < common}
+                {"piece": visible_piece(step.piece), "prob": step.prob, "same": index < len(same) and same[index]}
                 for index, step in enumerate(run.steps)
             ],
         }
