@@ -144,10 +144,9 @@ function choose(index, byPerson) {
   chip.setAttribute("aria-selected", "true");
   chip.tabIndex = 0;
   if (byPerson) chip.focus({ preventScroll: true });
-  const below = chip.offsetTop + chip.offsetHeight - strip.offsetTop - strip.clientHeight;
-  const over = chip.offsetTop - strip.offsetTop;
-  if (below > strip.scrollTop) strip.scrollTop = below + 4;
-  else if (over < strip.scrollTop) strip.scrollTop = over - 4;
+  const bottom = chip.offsetTop + chip.offsetHeight + 4;
+  if (bottom > strip.scrollTop + strip.clientHeight) strip.scrollTop = bottom - strip.clientHeight;
+  else if (chip.offsetTop < strip.scrollTop) strip.scrollTop = chip.offsetTop - 4;
   drawCursor();
   publish("token", { run: run, count: tokens.length, token: tokens[index] });
 }
