@@ -49,7 +49,13 @@ CASE = Case(
         "num_key_value_heads": 1,
         "head_dim": 256,
     },
-    vision={"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16},
+    vision={
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "patch_size": 14,
+    },
     image_size=224,
     vocab_size=257216,
 )
@@ -130,7 +136,7 @@ def run(work_dir: Path, case: Case = CASE) -> bool:
 def measure(side: str, folder: Path | None = None) -> Cost:
     """Run one side in a process of its own; without a folder it only imports."""
     command = [sys.executable, "-m", "paligemma.scripts.full_size", side, *([str(folder)] if folder else [])]
-    finished = subprocess.run(command, check=True, capture_output=True, text=True)
+    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return Cost(**json.loads(finished.stdout.splitlines()[-1]))
 
 

@@ -97,7 +97,6 @@ VISION = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "patch_size": 14,
-    "vision_use_head": False,
 }
 
 
@@ -136,8 +135,9 @@ def make_config(case: Case) -> transformers.PaliGemmaConfig:
     image_token = build_tiny_tokenizer().token_to_id("<image>")
     rows = case.vocab_size or (image_token // 64 + 1) * 64
     hidden_size = case.text["hidden_size"]
+    picture = {"image_size": case.image_size, "projection_dim": hidden_size}
     return transformers.PaliGemmaConfig(
-        vision_config={**case.vision, "image_size": case.image_size, "projection_dim": hidden_size},
+        vision_config={**case.vision, "vision_use_head": False, **picture},
         text_config={**case.text, "vocab_size": rows},
         image_token_index=image_token,
         projection_dim=hidden_size,
