@@ -330,24 +330,26 @@ def inspect_over_api(
 # Components
 
 
-class Part(gr.HTML):
+def part(script: str, value: Any = None, **settings: Any) -> gr.HTML:
     """A part of the page that `assets/<script>.js` draws from data.
 
     The template is static and holds no data, because Gradio compiles templates into code; the script writes what it
-    gets as text. The data goes as one JSON text, of which Gradio sends no more than there is in it.
+    gets as text. (A class of our own would be the usual way, but Gradio writes a .pyi file beside each.)
     """
+    component = gr.HTML(
+        as_json(value),
+        html_template='<div class="part"></div>',
+        js_on_load=(ASSETS / f"{script}.js").read_text(encoding="utf-8"),
+        apply_default_css=False,
+        **settings,
+    )
+    component.postprocess = as_json
+    return component
 
-    def __init__(self, script: str, value: Any = None, **settings: Any) -> None:
-        super().__init__(
-            value,
-            html_template='<div class="part"></div>',
-            js_on_load=(ASSETS / f"{script}.js").read_text(encoding="utf-8"),
-            apply_default_css=False,
-            **settings,
-        )
 
-    def postprocess(self, value: Any) -> str | None:
-        return None if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def as_json(value: Any) -> str | None:
+    """What a handler gives to a part, as one JSON text: of nested data Gradio sends differences, and those are longer."""
+    return None if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 class Form(NamedTuple):
@@ -378,38 +380,38 @@ class Buttons(NamedTuple):
 class Parts(NamedTuple):
     """The other parts of the page that events read or write."""
 
-    badge: Part
+    badge: gr.HTML
     models: gr.Dropdown
-    tasks: Part
-    notice: Part
-    examples: Part
-    scene: Part
-    strip: Part
-    inspector: Part
-    objects: Part
-    look: Part
-    shares: Part
-    runs: Part
+    tasks: gr.HTML
+    notice: gr.HTML
+    examples: gr.HTML
+    scene: gr.HTML
+    strip: gr.HTML
+    inspector: gr.HTML
+    objects: gr.HTML
+    look: gr.HTML
+    shares: gr.HTML
+    runs: gr.HTML
     export: gr.Button
     imported: gr.UploadButton
-    download: Part
+    download: gr.HTML
 
     @property
-    def page(self) -> list[Part]:
+    def page(self) -> list[gr.HTML]:
         """The outputs of an Update."""
         return [self.notice, self.strip, self.objects, self.runs, self.scene]
 
 
-def _header(hosts: Hosts) -> tuple[Part, gr.Dropdown]:
+def _header(hosts: Hosts) -> tuple[gr.HTML, gr.Dropdown]:
     """(badge, list of models); the list is shown where there is a choice."""
     with gr.Row(elem_id="header"):
-        Part("heading", text="PaliGemma, token by token", tag="h1", elem_id="title")
-        badge = Part("notice", hosts[0].notice, elem_id="badge")
+        part("heading", text="PaliGemma, token by token", tag="h1", elem_id="title")
+        badge = part("notice", hosts[0].notice, elem_id="badge")
         names = [host.name for host in hosts]
         models = gr.Dropdown(
             names, value=names[0], label="Model", visible=len(hosts) > 1, elem_id="models", container=False
         )
-        Part("header", elem_id="choices")
+        part("header", elem_id="choices")
     return badge, models
 
 
@@ -455,27 +457,27 @@ def _decoding_controls() -> tuple[gr.Slider, gr.Slider, gr.Slider, gr.Slider, gr
     return max_new_tokens, temperature, top_k, top_p, seed, top_n
 
 
-def _ask_column() -> tuple[Form, Buttons, Part, Part, Part]:
+def _ask_column() -> tuple[Form, Buttons, gr.HTML, gr.HTML, gr.HTML]:
     """What a person gives: (form, buttons, picture part, task chips, notice)."""
     with gr.Column(elem_id="ask", min_width=300):
         with gr.Column(elem_classes="card"):
             picture = _picture_field()
-            scene_part = Part("scene", elem_id="scene")
+            scene_part = part("scene", elem_id="scene")
         with gr.Column(elem_classes="card"):
-            task_chips = Part("chips", name="Tasks", elem_id="tasks")
+            task_chips = part("chips", name="Tasks", elem_id="tasks")
             prompt = _prompt_field()
             buttons = _buttons()
-            notice = Part(
+            notice = part(
                 "notice", words.notice("idle", "Choose a picture, write a prompt, press Enter."), elem_id="notice"
             )
             decoding = _decoding_controls()
     return Form(picture, prompt, *decoding), buttons, scene_part, task_chips, notice
 
 
-def _examples_column(shelf: Sequence[examples.Example]) -> Part:
+def _examples_column(shelf: Sequence[examples.Example]) -> gr.HTML:
     with gr.Column(elem_id="examples", min_width=300, visible=bool(shelf)), gr.Column(elem_classes="card"):
-        Part("heading", text="Examples", tag="h2")
-        return Part("chips", examples.example_chips(shelf), name="Examples", elem_id="example-chips")
+        part("heading", text="Examples", tag="h2")
+        return part("chips", examples.example_chips(shelf), name="Examples", elem_id="example-chips")
 
 
 PANELS = (
@@ -491,18 +493,18 @@ def _answer_column() -> dict[str, Any]:
     candidates, found, inside, history = ({"elem_id": name, "min_width": 0} for name, _ in PANELS)
     with gr.Column(elem_id="answer", min_width=300):
         with gr.Column(elem_classes="card"):
-            strip = Part("strip", elem_id="strip")
+            strip = part("strip", elem_id="strip")
         with gr.Column(elem_classes="card"):
-            Part("tabs", panels=PANELS)
+            part("tabs", panels=PANELS)
             with gr.Column(**candidates):
-                inspector = Part("inspector", columns=tokens.CANDIDATE_COLUMNS, elem_id="inspector")
+                inspector = part("inspector", columns=tokens.CANDIDATE_COLUMNS, elem_id="inspector")
             with gr.Column(**found):
-                object_table = Part("objects", elem_id="objects")
+                object_table = part("objects", elem_id="objects")
             with gr.Column(**inside):
-                look = Part("look", columns=attention.LENS_COLUMNS, elem_id="look")
+                look = part("look", columns=attention.LENS_COLUMNS, elem_id="look")
             with gr.Column(**history):
                 tree, export_button, imported = _runs_panel()
-            shares, download = Part("relay", topic="shares"), Part("download")
+            shares, download = part("relay", topic="shares"), part("download")
     return {
         "strip": strip,
         "inspector": inspector,
@@ -516,8 +518,8 @@ def _answer_column() -> dict[str, Any]:
     }
 
 
-def _runs_panel() -> tuple[Part, gr.Button, gr.UploadButton]:
-    tree = Part("runs", elem_id="runs")
+def _runs_panel() -> tuple[gr.HTML, gr.Button, gr.UploadButton]:
+    tree = part("runs", elem_id="runs")
     with gr.Row(elem_id="files"):
         export_button = gr.Button("Export this run", size="sm", elem_id="export")
         imported = gr.UploadButton("Import a run", file_types=[".json"], type="binary", size="sm", elem_id="import")

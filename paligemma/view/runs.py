@@ -145,7 +145,7 @@ def run_tree(history: History, compared: Sequence[Run] = ()) -> dict[str, Any]:
 
 def side_by_side(left: Run, right: Run) -> list[dict[str, Any]]:
     """Two runs, token beside token: "same" where both have one id in one place."""
-    same = [one == other for one, other in zip(left.token_ids, right.token_ids, strict=False)]
+    same = [one == other for one, other in zip(left.token_ids, right.token_ids)]  # noqa: B905 - one may be longer
     return [
         {
             "number": run.number,
