@@ -348,7 +348,7 @@ def part(script: str, value: Any = None, **settings: Any) -> gr.HTML:
 
 
 def as_json(value: Any) -> str | None:
-    """What a handler gives to a part, as one JSON text: of nested data Gradio sends differences, and those are longer."""
+    """What a handler gives to a part, as one JSON text: the differences that Gradio sends of nested data are longer."""
     return None if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
