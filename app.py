@@ -25,6 +25,7 @@ import torch
 
 import paligemma
 from paligemma import lens
+from paligemma.masks import fetch_vae_oid
 from paligemma.view import attention, events, examples, export, objects, runs, tasks, tokens, words
 from paligemma.view.models import ModelHost, host_named
 from paligemma.view.picture import make_picture, open_picture
@@ -51,7 +52,7 @@ log = logging.getLogger("paligemma.app")
 def ask(visit: Visit, picture: Any, prompt: Any, *decoding: Any) -> words.Notice:
     """Run was asked for: line up, and end what this visitor still has running."""
     visit.form = (picture_path(picture), prompt)
-    visit.ask(Plan(picture_path(picture), (prompt, *decoding)))
+    visit.ask(Plan(visit.picture or picture_path(picture), (prompt, *decoding)))
     return words.notice("busy", "Waiting for its turn")
 
 
@@ -60,8 +61,10 @@ def ask_for_step(visit: Visit, picture: Any, prompt: Any, *decoding: Any) -> Any
     form = (picture_path(picture), prompt)
     if visit.form != form or visit.history.current is None:
         visit.form = form
-        visit.ask(Plan(form[0], (prompt, *decoding), stop_after=1))
+        visit.ask(Plan(visit.picture or form[0], (prompt, *decoding), stop_after=1))
         return words.notice("busy", "Waiting for its turn")
+    if not visit.control.finished:
+        return gr.skip()  # it is being written
     plan = visit.history.plan_step()
     visit.ask(plan)
     return gr.skip() if plan else words.notice("idle", "The answer has ended; nothing follows.")
@@ -246,6 +249,7 @@ def choose_model(visit: Visit, name: Any) -> tuple[Any, ...]:
     """Another model of the list shall answer; it is loaded now if it was not before."""
     visit.model = next((place for place, host in enumerate(visit.hosts) if host.name == name), 0)
     visit.host.start()
+    visit.picture = None  # the next model may see it otherwise
     return show_model(visit)
 
 
@@ -679,7 +683,8 @@ def _make_host(source: str | None, arguments: argparse.Namespace) -> ModelHost:
     mask_decoders = (
         [arguments.mask_decoder] if arguments.mask_decoder else [folder / file for file in MASK_DECODER_FILES]
     )
-    return ModelHost(name, load, mask_decoders)
+    is_on_hub = bool(source) and not folder.is_dir()
+    return ModelHost(name, load, mask_decoders, fetch_vae_oid if is_on_hub else None)
 
 
 def launch(app: gr.Blocks, **settings: Any) -> None:

@@ -11,6 +11,7 @@ function draw() {
   const { kind, text, values, joined } = read(props.value) || { kind: "idle", text: "" };
   const sentences = joined || [[text, values]];
   part.className = "part notice " + kind;
+  part.setAttribute("aria-live", kind === "busy" ? "off" : "polite"); // not every token is spoken
   line.textContent = sentences.map(([sentence, holes]) => t(sentence, holes)).join(" · ");
 }
 subscribe("language", draw);

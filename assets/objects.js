@@ -33,7 +33,9 @@ function decorate(line, row, index) {
 
 function drawProblem(problem) {
   const line = make("p", "problem");
-  line.append(make("code", "", problem.text), make("span", "", " " + t("is no object: {reason}", { reason: t(problem.reason) })));
+  // In English the reason has its numbers; another language says what kind of problem it is.
+  const reason = window.paligemma.language === "en" ? problem.reason : t("problem: " + problem.kind);
+  line.append(make("code", "", problem.text), make("span", "", " " + t("is no object: {reason}", { reason: reason })));
   line.addEventListener("click", () => publish("choose token", problem.tokens[0]));
   return line;
 }

@@ -31,6 +31,7 @@ from paligemma.view.runner import Update
 from paligemma.view.visit import Visit
 
 ROOT = Path(__file__).parents[1]
+BUNDLED_MASKS = ROOT / "assets/demo/mask_decoder.safetensors"
 DECODING = {"max_new_tokens": 16, "temperature": 0, "top_k": 0, "top_p": 1, "seed": None, "top_n": 3}
 
 
@@ -380,6 +381,14 @@ def test_a_task_chip_only_writes_the_prompt():
     assert not visit.host.model.requests
 
 
+def test_a_picture_that_came_with_a_run_is_asked_about_like_a_chosen_one(picture_file):
+    visit = make_visit()
+    run_page(visit, picture_file)
+    other = make_visit()
+    app.import_run(other, app.export_run(visit)[1]["text"].encode())
+    assert shown_pieces(run_page(other, None, "detect cat")) == ["␣a", "␣cat", "<eos>"]
+
+
 def test_an_example_fills_the_form_in_and_runs(picture_file):
     visit = make_visit()
     visit.examples = (Example(picture_file, "detect cat", "me"),)
@@ -428,6 +437,24 @@ def test_models_of_the_list_are_loaded_when_they_are_chosen(picture_file):
     assert shown_pieces(run_page(visit, picture_file)) == ["␣second", "<eos>"]
     with pytest.raises(gr.Error, match="allowed are scripted, second"):
         list(app.answer_over_api(visit.hosts, upload(picture_file), "a", **DECODING, model="third"))
+
+
+def test_a_mask_decoder_that_cannot_be_had_is_no_reason_not_to_answer(tmp_path):
+    def refuse() -> Path:
+        raise OSError("offline")
+
+    found, fetched, missing = (
+        ModelHost("m", lambda progress: FakeModel(), files, fetch)
+        for files, fetch in (
+            ([tmp_path / "none.npz", BUNDLED_MASKS], refuse),
+            ([tmp_path / "none.npz"], lambda: BUNDLED_MASKS),
+            ([tmp_path / "none.npz"], refuse),
+        )
+    )
+    for host in (found, fetched, missing):
+        host.start()
+        assert host._finished.wait(10) and host.state == "ready"
+    assert found.mask_decoder and fetched.mask_decoder and missing.mask_decoder is None
 
 
 @pytest.mark.parametrize(

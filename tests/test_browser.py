@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import app
 from paligemma.view.models import ModelHost
 
 pytestmark = pytest.mark.browser
+# Generous, for machines that have other things to do.
+TIMEOUT_MS = int(os.environ.get("BROWSER_TIMEOUT_S", "60")) * 1000
 
 HOSTILE = (
     "${alert(1)}",
@@ -50,7 +53,7 @@ def url(model) -> Iterator[str]:
 
 def open_page(browser, url, width: int = 1280, **settings):
     page = browser.new_page(viewport={"width": width, "height": 900}, **{"locale": "en-US", **settings})
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(TIMEOUT_MS)
     page.goto(url)
     page.wait_for_selector("#badge .notice.done")
     page.wait_for_selector("#tasks .chip")

@@ -534,11 +534,12 @@ def test_the_badge_says_that_logits_are_soft_capped():
 def spoken_texts() -> set[str]:
     """Every English text that the page says: in the scripts' t("..."), and in Python's notices."""
     scripts = "\n".join(path.read_text(encoding="utf-8") for path in ASSETS.glob("*.js"))
-    found = set(re.findall(r'\bt\(\s*"([^"]+)"', scripts)) - {"colour by "}
+    found = set(re.findall(r'\bt\(\s*"([^"]+)"', scripts)) - {"colour by ", "problem: "}
     sources = [ASSETS.parent / "app.py", *(ASSETS.parent / "paligemma/view").glob("*.py")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     found |= set(re.findall(r'notice\(\s*"\w+",\s*"([^"]+)"', code))
     found |= set(re.findall(r'(?:label|placeholder_text|info|text)="([^"]+)"', code)) - {"event", "inspection"}
+    found |= {words.NO_MODEL, *words.FINISHED.values()}
     found |= {title for title, _ in (*tokens.CANDIDATE_COLUMNS, *attention.LENS_COLUMNS)}
     return found
 

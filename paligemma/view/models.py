@@ -23,11 +23,16 @@ class ModelHost:
     """One model of this server. It is loaded in a thread of its own, so that the page is there at once."""
 
     def __init__(
-        self, name: str, load: Callable[..., PaliGemma] | None, mask_decoder_files: Iterable[Path] = ()
+        self,
+        name: str,
+        load: Callable[..., PaliGemma] | None,
+        mask_decoder_files: Iterable[Path] = (),
+        fetch_mask_decoder: Callable[[], Path] | None = None,
     ) -> None:
         """`load` is called once, with `progress` as `paligemma.load` takes it; None: there is no model to load.
 
-        Of `mask_decoder_files` the first that exists is read; without one, masks stay codes.
+        Of `mask_decoder_files` the first that exists is read; where none does, `fetch_mask_decoder` may bring one.
+        Without one, masks stay codes.
         """
         self.name = name
         self.model: PaliGemma | None = None
@@ -38,6 +43,7 @@ class ModelHost:
         self._load = load
         self._started = False
         self._mask_decoder_files = tuple(mask_decoder_files)
+        self._fetch_mask_decoder = fetch_mask_decoder
         self._finished = threading.Event()
         if load is None:
             self._finished.set()
@@ -93,9 +99,7 @@ class ModelHost:
     def _run(self) -> None:
         try:
             model = self._load(progress=self._show_progress)
-            mask_decoder_file = next(filter(Path.exists, self._mask_decoder_files), None)
-            if mask_decoder_file:
-                self.mask_decoder = MaskDecoder.load(mask_decoder_file)
+            self.mask_decoder = self._read_mask_decoder()
             self.notice = words.notice("done", self._badge(model))
             self.model = model
         except Exception as error:
@@ -105,6 +109,15 @@ class ModelHost:
             )
         finally:
             self._finished.set()
+
+    def _read_mask_decoder(self) -> MaskDecoder | None:
+        path = next(filter(Path.exists, self._mask_decoder_files), None)
+        if path is None and self._fetch_mask_decoder:
+            try:
+                path = self._fetch_mask_decoder()
+            except Exception as error:  # boxes are drawn without it
+                log.warning("masks stay codes, their decoder could not be had: %s", error)
+        return MaskDecoder.load(path) if path else None
 
     def _badge(self, model: PaliGemma) -> str:
         name = f"{self.name}@{model.revision}" if model.revision else self.name

@@ -32,7 +32,7 @@ def object_list(run: Run | None, decoder: MaskDecoder | None = None) -> dict[str
 
     Returns {"run", "objects": [{"label", "box": [left, top, width, height] as shares of the picture, "pixels": the
     same box as text, "score", "tokens": indices of its tokens, "mask": a PNG whose opaque pixels are the object, or
-    None, "growing"}], "problems": [{"text", "reason", "tokens"}], "has_codes"}. "has_codes" is True where mask codes
+    None, "growing"}], "problems": [{"text", "kind", "reason", "tokens"}], "has_codes"}. "has_codes" is True where mask codes
     came and no decoder is there to read them.
     """
     if run is None or not run.steps:
@@ -62,7 +62,12 @@ def _object(detection: Detection, run: Run, starts: Sequence[int], decoder: Mask
 
 
 def _problem(problem: Problem, starts: Sequence[int]) -> dict[str, Any]:
-    return {"text": problem.text, "reason": problem.reason, "tokens": tokens_of_span(problem.span, starts)}
+    return {
+        "text": problem.text,
+        "kind": problem.kind,
+        "reason": problem.reason,
+        "tokens": tokens_of_span(problem.span, starts),
+    }
 
 
 def tokens_of_span(span: tuple[int, int], starts: Sequence[int]) -> list[int]:
