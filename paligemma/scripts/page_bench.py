@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Generator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from playwright.sync_api import sync_playwright
@@ -31,7 +32,7 @@ PROMPT = "caption en"
 class PacedModel:
     """A model that writes exactly `num_tokens` tokens, each after at least `seconds_a_token`.
 
-    Its first token is repeated by force, so that no end token ends the measurement.
+    Its likeliest first token is repeated by force, so that no end token ends the measurement.
     """
 
     def __init__(self, model: paligemma.PaliGemma, num_tokens: int, seconds_a_token: float) -> None:
@@ -43,8 +44,10 @@ class PacedModel:
         return getattr(self._model, name)
 
     def stream(self, image: Any, prompt: str, **options: Any) -> Generator[paligemma.Step, None, Any]:
-        first = next(self._model.stream(image, prompt, top_n=1)).top[0].token_id
-        changes = {"forced_ids": (first,) * self._num_tokens, "max_new_tokens": self._num_tokens}
+        with closing(self._model.stream(image, prompt)) as stream:
+            likely = [candidate.token_id for candidate in next(stream).top]
+        repeated = next(token_id for token_id in likely if token_id not in self._model.config.eos_token_ids)
+        changes = {"forced_ids": (repeated,) * self._num_tokens, "max_new_tokens": self._num_tokens}
         steps = self._model.stream(image, prompt, **{**options, **changes})
         while True:
             began = time.perf_counter()

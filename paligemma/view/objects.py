@@ -30,10 +30,12 @@ MASK_OPACITY = 0.45
 def object_list(run: Run | None, decoder: MaskDecoder | None = None) -> dict[str, Any]:
     """The value of the table of objects, from which the boxes on the picture are drawn too.
 
-    Returns {"run", "objects": [{"label", "box": [left, top, width, height] as shares of the picture, "pixels": the
-    same box as text, "score", "tokens": indices of its tokens, "mask": a PNG whose opaque pixels are the object, or
-    None, "growing"}], "problems": [{"text", "kind", "reason", "tokens"}], "has_codes"}. "has_codes" is True where mask codes
-    came and no decoder is there to read them.
+    Returns {"run", "objects", "problems", "has_codes"}:
+        objects: [{"label", "box": [left, top, width, height] as shares of the picture, "pixels": the same box as text,
+            "score", "tokens": indices of its tokens, "mask": a PNG whose opaque pixels are the object, or None,
+            "growing"}]
+        problems: [{"text", "kind", "reason", "tokens"}], see `parsing.Problem`.
+        has_codes: True where mask codes came and no decoder is there to read them.
     """
     if run is None or not run.steps:
         return {"run": run.number if run else None, "objects": [], "problems": [], "has_codes": False}

@@ -117,6 +117,7 @@ def _write_answer(
     if earlier and len(run.steps) < len(earlier.steps):  # stopped before it got to where it was
         run.steps = earlier.steps
     run.finish(following.result)
+    control.finished = True  # before the page hears of it: what is pressed next must find it so
     yield _last_update(host, visit, run, following.result, shown)
 
 
