@@ -38,6 +38,12 @@ ASSETS = Path(__file__).parent / "assets"
 MASK_DECODER_FILES = ("mask_decoder.safetensors", "vae-oid.npz")
 # Every event that runs the model shares one queue, and one at a time of it runs.
 MODEL_QUEUE = {"concurrency_id": "model", "concurrency_limit": 1}
+PANELS = (
+    ("panel-candidates", "Candidates"),
+    ("panel-objects", "Objects"),
+    ("panel-look", "Attention and lens"),
+    ("panel-runs", "Runs"),
+)
 PRIVATE = {"api_visibility": "private", "show_progress": "hidden"}
 AT_ONCE = {**PRIVATE, "queue": False}
 
@@ -482,14 +488,6 @@ def _examples_column(shelf: Sequence[examples.Example]) -> gr.HTML:
     with gr.Column(elem_id="examples", min_width=300, visible=bool(shelf)), gr.Column(elem_classes="card"):
         part("heading", text="Examples", tag="h2")
         return part("chips", examples.example_chips(shelf), name="Examples", elem_id="example-chips")
-
-
-PANELS = (
-    ("panel-candidates", "Candidates"),
-    ("panel-objects", "Objects"),
-    ("panel-look", "Attention and lens"),
-    ("panel-runs", "Runs"),
-)
 
 
 def _answer_column() -> dict[str, Any]:
