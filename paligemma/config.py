@@ -7,8 +7,10 @@ the sizes of PaliGemma 3B at 224 pixels; a key that a config.json leaves out tak
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,9 @@ class SiglipVisionConfig:
     layer_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        _require_positive(self, exclude=())
+        _require_positive_numbers(self)
+        if self.num_channels != 3:
+            raise ValueError(f"num_channels is {self.num_channels}; pictures have 3, red, green and blue")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"vision hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
@@ -81,17 +85,7 @@ class GemmaConfig:
             raise ValueError(
                 f"the text model's type is {self.model_type!r}; 'gemma' and 'gemma2' are the ones of PaliGemma"
             )
-        optional = (
-            "query_pre_attn_scalar",
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-            "sliding_window",
-        )
-        _require_positive(self, exclude=(*optional, "layer_types"))
-        for name in optional:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; it must be positive, or absent")
+        _require_positive_numbers(self)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
@@ -109,10 +103,11 @@ class GemmaConfig:
                 SLIDING_ATTENTION if windowed and index % 2 == 0 else FULL_ATTENTION
                 for index in range(self.num_hidden_layers)
             )
-        unknown = set(types) - {SLIDING_ATTENTION, FULL_ATTENTION}
-        if unknown or len(types) != self.num_hidden_layers:
+        names = (SLIDING_ATTENTION, FULL_ATTENTION)
+        are_known = isinstance(types, (list, tuple)) and all(kind in names for kind in types)
+        if not are_known or len(types) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types {types} must name {SLIDING_ATTENTION!r} or {FULL_ATTENTION!r} once for each of "
+                f"layer_types {types!r} must name {SLIDING_ATTENTION!r} or {FULL_ATTENTION!r} once for each of "
                 f"{self.num_hidden_layers} layers"
             )
         return tuple(types)
@@ -127,6 +122,14 @@ class GemmaConfig:
         return self.sliding_window if self.layer_types[layer_idx] == SLIDING_ATTENTION else None
 
 
+# A Gemma 1 file may carry these too; Gemma 1 does not compute them.
+GEMMA2_FIELDS = (
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "sliding_window",
+    "layer_types",
+)
 # What a config.json means by leaving a key out. Writers leave out what equals their format's own default, which is not
 # PaliGemma's: Gemma 7B (arXiv 2403.08295, table 1), Gemma 2 2B (arXiv 2408.00118, table 1), SigLIP B/16.
 TEXT_DEFAULTS = {
@@ -171,6 +174,17 @@ class PaliGemmaConfig:
     pad_token_id: int = 0
     eos_token_ids: tuple[int, ...] = (1,)
     dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        token_ids = {
+            "image_token_index": self.image_token_index,
+            "bos_token_id": self.bos_token_id,
+            "pad_token_id": self.pad_token_id,
+            **{f"eos_token_id {token_id!r}": token_id for token_id in self.eos_token_ids},
+        }
+        for name, token_id in token_ids.items():
+            if not _is_number(token_id, Integral):
+                raise ValueError(f"{name} is {token_id!r}; it must be a whole number")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> PaliGemmaConfig:
@@ -245,16 +259,14 @@ def _read_text_config(data: Mapping[str, Any]) -> GemmaConfig:
     if activation not in TANH_GELU_NAMES:
         raise ValueError(f"text_config: activation {activation!r} is not computed here; Gemma uses gelu_pytorch_tanh")
     values = {
-        **TEXT_DEFAULTS.get(model_type, {}),
+        **TEXT_DEFAULTS.get(str(model_type), {}),
         **_known_fields(GemmaConfig, data),
         "model_type": model_type,
         "rope_theta": _rope_theta(data),
     }
     if model_type == "gemma":
-        for name in ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "layer_types"):
+        for name in GEMMA2_FIELDS:
             values.pop(name, None)
-    elif isinstance(data.get("layer_types"), list):
-        values["layer_types"] = tuple(data["layer_types"])
     return GemmaConfig(**values)
 
 
@@ -275,21 +287,22 @@ def _known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_theta(data: Mapping[str, Any]) -> float:
-    parameters = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    parameters = _first(data, "rope_parameters", "rope_scaling", default={})
+    if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
+        raise ValueError(f"text_config: rope_parameters {parameters!r} must be one set of numbers for all layers")
+    kind = _first(parameters, "rope_type", "type", default="default")
     if kind != "default":
         raise ValueError(f"text_config: rotary embeddings of type {kind!r} are not computed here, only 'default'")
-    return float(parameters.get("rope_theta", data.get("rope_theta", 10000.0)))
+    return _first(parameters, "rope_theta", default=_first(data, "rope_theta", default=10000.0))
 
 
 def _end_tokens(*sources: Mapping[str, Any]) -> tuple[int, ...]:
     """Every end token that any of the files names, in the order met: PaliGemma 2 lists [1, 107] in text_config."""
-    found: dict[int, None] = {}
+    found: list[int] = []
     for source in sources:
         value = source.get("eos_token_id")
-        for token_id in value if isinstance(value, (list, tuple)) else [value]:
-            if token_id is not None:
-                found[int(token_id)] = None
+        token_ids = value if isinstance(value, (list, tuple)) else [value]
+        found += [token_id for token_id in token_ids if token_id is not None and token_id not in found]
     return tuple(found) or (1,)
 
 
@@ -302,11 +315,20 @@ def _refuse(data: Mapping[str, Any], section: str, name: str, allowed: tuple[Any
         raise ValueError(f"{section}: {name} {data[name]!r} is not computed here; allowed: {allowed}")
 
 
-def _require_positive(config: object, exclude: tuple[str, ...]) -> None:
+def _require_positive_numbers(config: object) -> None:
+    """Every field that is declared as a number must be one, above 0; where the declaration has None, it may be None."""
     for field in fields(config):
+        kind = {"int": Integral, "float": Real}.get(field.type.split(" | ")[0])
         value = getattr(config, field.name)
-        if field.name not in exclude and isinstance(value, (int, float)) and not value > 0:
-            raise ValueError(f"{field.name} is {value}; it must be positive")
+        if kind is None or (value is None and field.type.endswith("None")):
+            continue
+        if not (_is_number(value, kind) and 0 < value < math.inf):
+            allowed = "a whole number" if kind is Integral else "a number"
+            raise ValueError(f"{field.name} is {value!r}; it must be {allowed} above 0")
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -98,6 +98,25 @@ def attention(
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
+def checked_mask(mask: Tensor, num_keys: int, embeddings: Tensor) -> Tensor:
+    """A caller's additive mask in the embeddings' type, finite.
+
+    Args:
+        embeddings: (B, T, hidden).
+
+    Raises ValueError unless the mask is of a float type and (B or 1, 1, T, num_keys): a bool mask would be added as 0
+    and 1, and another shape might be stretched to fit.
+    """
+    batch, num_queries = embeddings.shape[:2]
+    allowed = [(rows, 1, num_queries, num_keys) for rows in (batch, 1)]
+    if not mask.is_floating_point() or tuple(mask.shape) not in allowed:
+        raise ValueError(
+            f"attention_mask is {tuple(mask.shape)}, {mask.dtype}; it is added to the scores (0: seen, very negative: "
+            f"hidden), so it must be of a float type and {allowed[0]}"
+        )
+    return mask.to(embeddings.dtype).clamp(min=torch.finfo(embeddings.dtype).min)
+
+
 def limit_to_window(mask: Tensor | None, num_queries: int, num_keys: int, window: int, like: Tensor) -> Tensor | None:
     """Hide from each generated token the keys that lie `window` or more tokens back.
 
@@ -290,7 +309,16 @@ class GemmaModel(nn.Module):
         """Unscaled embeddings (B, T, hidden) to normalised features; the arguments are `GemmaForCausalLM`'s."""
         if inputs_embeds is None:
             raise ValueError("inputs_embeds is missing; embed the ids with get_input_embeddings() first")
-        return self.run_layers(self.scale_embeddings(inputs_embeds), attention_mask, kv_cache, position_ids)
+        num_tokens, past = inputs_embeds.shape[1], kv_cache.num_items() if kv_cache is not None else 0
+        if attention_mask is not None:
+            attention_mask = checked_mask(attention_mask, past + num_tokens, inputs_embeds)
+        sliding_attention_mask = attention_mask
+        if past and self.config.sliding_window is not None:  # without a past it is a prefix, which sees all of itself
+            sliding_attention_mask = limit_to_window(
+                attention_mask, num_tokens, past + num_tokens, self.config.sliding_window, inputs_embeds
+            )
+        hidden_states = self.scale_embeddings(inputs_embeds)
+        return self.run_layers(hidden_states, attention_mask, kv_cache, position_ids, sliding_attention_mask)
 
     def run_layers(
         self,
@@ -306,8 +334,7 @@ class GemmaModel(nn.Module):
             hidden_states: (B, T, hidden), text rows scaled, image rows as the projector made them.
             attention_mask: additive, (B or 1, 1, T, S); None: every query sees every key.
             position_ids: (B or 1, T); None: counted from 1 behind what the cache holds.
-            sliding_attention_mask: the mask of the layers with a window. None: on a warm cache `attention_mask`
-                limited to the window; on an empty one `attention_mask`, since a prefix sees all of itself.
+            sliding_attention_mask: the mask of the layers with a window, likewise.
 
         Returns:
             (B, T, hidden), normalised.
@@ -315,12 +342,6 @@ class GemmaModel(nn.Module):
         num_tokens, past = hidden_states.shape[1], kv_cache.num_items() if kv_cache is not None else 0
         if position_ids is None:
             position_ids = torch.arange(past + 1, past + num_tokens + 1, device=hidden_states.device)[None]
-        if sliding_attention_mask is None:
-            sliding_attention_mask = attention_mask
-            if past and self.config.sliding_window is not None:
-                sliding_attention_mask = limit_to_window(
-                    attention_mask, num_tokens, past + num_tokens, self.config.sliding_window, hidden_states
-                )
         rotary = self.rotary_emb(position_ids)
         for layer in self.layers:
             mask = attention_mask if layer.window is None else sliding_attention_mask
@@ -353,6 +374,8 @@ class GemmaForCausalLM(nn.Module):
 
         Gemma 2's logits are soft-capped, so they lie in (-final_logit_softcapping, final_logit_softcapping).
         """
+        if logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep is {logits_to_keep}; it must be at least 0 (0: all positions)")
         if logits_to_keep:
             # Copied: for a slice, PyTorch's bfloat16 product on a CPU copies the whole head first, 30 times slower.
             hidden_states = hidden_states[:, -logits_to_keep:].clone(memory_format=torch.contiguous_format)

@@ -64,11 +64,20 @@ class KVCache:
 
         Returns:
             The layer's keys and values so far, views of (batch, key-value heads, length + new tokens, head_dim).
+
+        Raises ValueError where there is no room, and for another batch size, head or type than the cache's.
         """
         end = self.length + keys.shape[2]
         if end > self.max_length:
             raise ValueError(f"the cache has room for {self.max_length} tokens and {end} are needed")
         stored_keys, stored_values = self._keys[layer_idx], self._values[layer_idx]
+        batch_size, num_heads, _, head_dim = stored_keys.shape
+        if keys.shape != (batch_size, num_heads, keys.shape[2], head_dim) or keys.dtype != self.dtype:
+            # One sequence would be stretched over the whole batch, and another type rounded, without a word.
+            raise ValueError(
+                f"the cache is for {batch_size} sequences of {num_heads} heads of {head_dim} in {self.dtype}, the keys "
+                f"are {tuple(keys.shape)} in {keys.dtype}"
+            )
         stored_keys[:, :, self.length : end] = keys
         stored_values[:, :, self.length : end] = values
         return stored_keys[:, :, :end], stored_values[:, :, :end]

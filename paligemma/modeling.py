@@ -120,7 +120,8 @@ class PaliGemmaForConditionalGeneration(nn.Module):
             pixel_values: (B, 3, S, S) in [-1, 1], any float type; only with the image tokens.
             attention_mask: (B, past + T), 0 at padding; None: no padding.
             token_type_ids: (B, T), 0 prefix (sees all of the prefix), 1 suffix (causal); None: prefix on an empty
-                cache, suffix on a warm one.
+                cache, suffix on a warm one. With labels, each row's suffix begins at its first label, so that no
+                token sees what it is to learn.
             position_ids: (B or 1, T); None: real tokens counted from 1.
             kv_cache: grows by T tokens.
             labels: (B, T), the tokens themselves where they are to be learned, -100 elsewhere; shifted here.
@@ -137,7 +138,9 @@ class PaliGemmaForConditionalGeneration(nn.Module):
             image_features = self.get_image_features(pixel_values)
         rows = self.merge_image_and_text(input_ids, image_features)
         past = kv_cache.num_items() if kv_cache is not None else 0
-        full_mask, sliding_mask = self._masks(input_ids, attention_mask, token_type_ids, past)
+        if token_type_ids is None:
+            token_type_ids = default_token_types(input_ids, labels, past)
+        full_mask, sliding_mask = self._masks(token_type_ids, attention_mask, past)
         if position_ids is None and attention_mask is not None:
             position_ids = attention_mask.long().cumsum(-1).clamp(min=1)[:, past:]
         hidden = self.language_model.model.run_layers(rows, full_mask, kv_cache, position_ids, sliding_mask)
@@ -149,10 +152,10 @@ class PaliGemmaForConditionalGeneration(nn.Module):
         return output
 
     def _masks(
-        self, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None, past: int
+        self, query_types: Tensor, attention_mask: Tensor | None, past: int
     ) -> tuple[Tensor | None, Tensor | None]:
         """Additive masks (B, 1, T, past + T) of the full and of the windowed layers; None where nothing is hidden."""
-        batch, num_tokens = input_ids.shape
+        batch, num_tokens = query_types.shape
         if attention_mask is not None and attention_mask.shape != (batch, past + num_tokens):
             raise ValueError(
                 f"attention_mask is {tuple(attention_mask.shape)}; it must cover the {past} cached and the "
@@ -160,8 +163,6 @@ class PaliGemmaForConditionalGeneration(nn.Module):
             )
         if attention_mask is not None and bool(attention_mask.all()):
             attention_mask = None
-        default_type = SUFFIX if past else PREFIX
-        query_types = token_type_ids if token_type_ids is not None else torch.full_like(input_ids, default_type)
         key_types = torch.cat((query_types.new_full((batch, past), PREFIX), query_types), dim=1)
         window = self.config.text_config.sliding_window
         full = self._additive(prefix_lm_visible(query_types, key_types), attention_mask)
@@ -177,6 +178,13 @@ class PaliGemmaForConditionalGeneration(nn.Module):
         # The type's lowest number, not minus infinity: a row that sees nothing (padding) must stay finite.
         hidden = torch.finfo(self.dtype).min
         return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill(~visible, hidden)
+
+
+def default_token_types(input_ids: Tensor, labels: Tensor | None, past: int) -> Tensor:
+    """Token types (B, T) where none are given; see `PaliGemmaForConditionalGeneration.forward`."""
+    if labels is None or past:
+        return torch.full_like(input_ids, SUFFIX if past else PREFIX)
+    return (labels != IGNORED_LABEL).long().cummax(dim=1).values  # 0 before a row's first label, 1 from there on
 
 
 def suffix_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 
 import pytest
 import transformers
@@ -156,11 +158,59 @@ def test_end_tokens_are_gathered_from_every_file():
         (with_text(num_hidden_layers=0), "num_hidden_layers is 0"),
         ({**PALIGEMMA1, "vision_config": {**VISION, "num_attention_heads": 5}}, "num_attention_heads 5"),
         ({**PALIGEMMA1, "vision_config": {**VISION, "patch_size": 500}}, "patch_size 500"),
+        ({**PALIGEMMA1, "vision_config": {**VISION, "num_channels": 1}}, "num_channels is 1"),
+        (with_text(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "one set of numbers for all layers"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(data: dict, message: str):
     with pytest.raises(ValueError, match=message):
         PaliGemmaConfig.from_dict(data)
+
+
+WRONG_TYPES = ["64", 64.5, True, [64], {}, math.inf]
+
+
+@pytest.mark.parametrize("value", [*WRONG_TYPES, 64.0, -1, 0])
+@pytest.mark.parametrize("section", ["text_config", "vision_config"])
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers"])
+def test_a_size_must_be_a_whole_number(section: str, name: str, value: object):
+    data = {**PALIGEMMA2, section: {**PALIGEMMA2[section], name: value}}
+    with pytest.raises(ValueError, match=rf"{name} is {re.escape(repr(value))}; it must be a whole number above 0"):
+        PaliGemmaConfig.from_dict(data)
+
+
+@pytest.mark.parametrize("value", ["64", True, [64], math.inf, math.nan, 0.0])
+@pytest.mark.parametrize("name", ["rope_theta", "rms_norm_eps", "attn_logit_softcapping", "query_pre_attn_scalar"])
+def test_a_factor_must_be_a_finite_number(name: str, value: object):
+    data = {**PALIGEMMA2, "text_config": {**PALIGEMMA2["text_config"], name: value}}
+    with pytest.raises(ValueError, match=f"{name} is .*; it must be a number above 0"):
+        PaliGemmaConfig.from_dict(data)
+
+
+@pytest.mark.parametrize("value", ["1", 1.0, True, [[1]], {}])
+@pytest.mark.parametrize("name", ["image_token_index", "bos_token_id", "pad_token_id", "eos_token_id"])
+def test_a_token_must_be_a_whole_number(name: str, value: object):
+    with pytest.raises(ValueError, match=f"{name}.* it must be a whole number"):
+        PaliGemmaConfig.from_dict({**PALIGEMMA1, name: value})
+
+
+@pytest.mark.parametrize("value", ["sliding_attention", [None] * 26, [["full_attention"]] * 26, ["full_attention"], 5])
+def test_layer_kinds_must_be_named_once_a_layer(value: object):
+    with pytest.raises(ValueError, match=r"layer_types .* must name"):
+        PaliGemmaConfig.from_dict({**PALIGEMMA2, "text_config": {**PALIGEMMA2["text_config"], "layer_types": value}})
+
+
+def test_null_means_left_out():
+    rope = {"rope_type": None, "rope_theta": None}
+    names = ("hidden_activation", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "layer_types")
+    text = {**PALIGEMMA2["text_config"], **dict.fromkeys(names), "rope_parameters": rope}
+    data = {**PALIGEMMA2, "text_config": text, "image_token_id": None, "eos_token_id": [None], "dtype": None}
+    assert PaliGemmaConfig.from_dict(data) == PaliGemmaConfig.from_dict({**PALIGEMMA2, "eos_token_id": [1, 107]})
+
+
+def test_gemma_1_ignores_what_only_gemma_2_has():
+    changes = {"query_pre_attn_scalar": 144, "sliding_window": 8, "final_logit_softcapping": 30.0, "layer_types": []}
+    assert PaliGemmaConfig.from_dict(with_text(**changes)) == PaliGemmaConfig.from_dict(PALIGEMMA1)
 
 
 @pytest.mark.parametrize("data", [PALIGEMMA1, PALIGEMMA2])

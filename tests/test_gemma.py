@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from reference_models import our_model, prompt_ids
+from reference_models import our_model, prompt_ids, random_ids
 
 from paligemma import gemma
 from paligemma.config import GemmaConfig
@@ -22,6 +22,7 @@ from paligemma.gemma import (
     plain_attention,
     soft_cap,
 )
+from paligemma.kv_cache import KVCache
 
 TINY = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
 
@@ -250,6 +251,77 @@ def test_forward_scales_embeddings_and_keeps_the_last_positions(case: str) -> No
     assert logits.dtype == torch.float32
     if case == "paligemma2":
         assert logits.abs().max() < 30
+
+
+@pytest.mark.parametrize("case", ["paligemma1", "sliding"])
+@torch.inference_mode()
+def test_a_decoder_alone_reads_text_and_goes_on_from_its_cache(case: str) -> None:
+    model, prefix, answer = our_model(case), random_ids(6), random_ids(6, seed=1)  # together longer than the window
+    types = torch.cat((torch.zeros_like(prefix), torch.ones_like(answer)), dim=1)
+    whole = model(torch.cat((prefix, answer), dim=1), token_type_ids=types)["logits"]
+    decoder, cache = model.language_model, KVCache(model.config, 1, 12, torch.float32, "cpu")
+    logits = []
+    for ids in (prefix, *answer.split(1, dim=1)):
+        output = decoder(inputs_embeds=decoder.get_input_embeddings()(ids), kv_cache=cache)
+        assert output["kv_cache"] is cache
+        logits.append(output["logits"])
+    torch.testing.assert_close(torch.cat(logits, dim=1), whole, atol=1e-4, rtol=0)
+
+
+def causal_mask(length: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((1, 1, length, length), torch.finfo(dtype).min, dtype=dtype).triu(1)
+
+
+@pytest.mark.parametrize("case", ["paligemma1", "paligemma2"])
+@torch.inference_mode()
+def test_a_mask_of_any_float_type_is_understood(case: str) -> None:
+    model = our_model(case).language_model
+    embeddings = model.get_input_embeddings()(random_ids(5, batch=2))
+    logits = model(causal_mask(5), embeddings)["logits"]
+    first = model(inputs_embeds=embeddings[:, :1])["logits"]
+    torch.testing.assert_close(logits[:, :1], first, atol=1e-4, rtol=0)
+    masks = [causal_mask(5, dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16)]
+    infinite = torch.full((5, 5), -math.inf).triu(1).expand(2, 1, 5, 5)
+    for mask in (*masks, infinite):
+        torch.testing.assert_close(model(mask, embeddings)["logits"], logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["paligemma1", "paligemma2"])
+@torch.inference_mode()
+def test_a_row_that_sees_nothing_stays_finite_in_a_lower_type(case: str) -> None:
+    model = our_model(case, dtype=torch.bfloat16).language_model
+    embeddings = model.get_input_embeddings()(random_ids(5))
+    for hidden in (torch.finfo(torch.float32).min, -math.inf):
+        assert model(torch.full((1, 1, 5, 5), hidden), embeddings)["logits"].isfinite().all()
+
+
+@pytest.mark.parametrize("case", ["paligemma1", "paligemma2"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        causal_mask(5) == 0,
+        (causal_mask(5) == 0).long(),
+        torch.ones(2, 5),
+        causal_mask(5)[0],
+        causal_mask(4),
+        causal_mask(5)[:, :, :1],
+        causal_mask(5).expand(3, 1, 5, 5),
+        causal_mask(5).expand(2, 4, 5, 5),
+    ],
+    ids=["bool", "whole numbers", "of padding", "without heads", "short", "one row", "another batch", "a mask a head"],
+)
+@torch.inference_mode()
+def test_a_mask_that_cannot_be_added_is_refused(case: str, mask: torch.Tensor) -> None:
+    model = our_model(case).language_model
+    embeddings = model.get_input_embeddings()(random_ids(5, batch=2))
+    with pytest.raises(ValueError, match=r"it must be of a float type and \(2, 1, 5, 5\)"):
+        model(mask, embeddings)
+
+
+def test_a_negative_number_of_positions_is_refused() -> None:
+    model = our_model("paligemma1").language_model
+    with pytest.raises(ValueError, match="logits_to_keep is -1"), torch.inference_mode():
+        model(inputs_embeds=model.get_input_embeddings()(random_ids(3)), logits_to_keep=-1)
 
 
 def test_missing_embeddings_are_an_error() -> None:

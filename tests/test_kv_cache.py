@@ -65,6 +65,14 @@ def test_a_full_cache_refuses_more() -> None:
         cache.update(rows(2, 1), rows(2, 1), 0)
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "dtype", "heads"), [(2, torch.float32, 2), (1, torch.bfloat16, 2), (1, torch.float32, 1)]
+)
+def test_another_batch_size_type_or_head_is_refused(batch_size: int, dtype: torch.dtype, heads: int) -> None:
+    with pytest.raises(ValueError, match=rf"the cache is for {batch_size} sequences of 2 heads of 6 in {dtype}"):
+        make_cache(batch_size, dtype=dtype).update(rows(1, 0)[:, :heads], rows(1, 0)[:, :heads], 0)
+
+
 def test_crop_forgets_the_end() -> None:
     cache = make_cache()
     first = rows(4, 0)

@@ -228,6 +228,24 @@ def test_visible_keys_of_prefix_and_suffix() -> None:
     assert windowed == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
 
 
+@pytest.mark.parametrize("case", FAST_CASES)
+@torch.inference_mode()
+def test_a_prefix_in_two_parts_sees_all_of_itself(case: str) -> None:
+    """The second part sees the first, however long ago it was; the first cannot see the second any more."""
+    model, ids = our_model(case), prompt_ids(case, LONG_PROMPT)
+    length, first = ids.shape[1], ids.shape[1] - 3
+    cache = new_cache(case, length)
+    model(ids[:, :first], pixels_of(case), kv_cache=cache)
+    types = torch.zeros_like(ids[:, first:])
+    logits = model(ids[:, first:], token_type_ids=types, kv_cache=cache)["logits"]
+    mask = torch.zeros(1, 1, length, length)
+    mask[:, :, :first, first:] = torch.finfo(torch.float32).min
+    rows = model.merge_image_and_text(ids, model.get_image_features(pixels_of(case)))
+    hidden = model.language_model.model.run_layers(rows, mask, sliding_attention_mask=mask)
+    expected = model.language_model.compute_logits(hidden)[:, first:]
+    torch.testing.assert_close(logits, expected, atol=LIMIT, rtol=0)
+
+
 @torch.inference_mode()
 def test_a_mask_must_cover_cached_and_new_tokens() -> None:
     ids = prompt_ids("paligemma1")
@@ -309,6 +327,21 @@ def test_soft_cap_of_the_scores_and_query_scale_are_felt() -> None:
 
 
 # Training
+
+
+@pytest.mark.parametrize("case", FAST_CASES)
+@torch.inference_mode()
+def test_without_types_the_suffix_begins_at_the_first_label(case: str) -> None:
+    prefix, suffix = prompt_ids(case).repeat(2, 1), random_ids(5, batch=2)
+    ids, types = torch.cat((prefix, suffix), dim=1), types_of(prefix, suffix)
+    types[1, prefix.shape[1]] = 0  # in the second row the suffix begins a token later
+    labels = ids.masked_fill(types == 0, -100)
+    labels[:, -2] = -100  # a gap in what is learned is not the prefix again
+    pixels = pixels_of(case, 2)
+    given = our_model(case)(ids, pixels, token_type_ids=types, labels=labels)
+    guessed = our_model(case)(ids, pixels, labels=labels)
+    assert torch.equal(guessed["logits"], given["logits"])
+    assert torch.equal(guessed["loss"], given["loss"])
 
 
 def test_training_step_reaches_every_weight() -> None:

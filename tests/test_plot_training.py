@@ -16,7 +16,7 @@ def write_log(path: Path, lines: list[dict]) -> Path:
 
 
 def losses(step: int, seconds: int, value: float = 1.0) -> dict:
-    return {"step": step, "seconds": seconds, "packed_text": value}
+    return {"step": step, "seconds": seconds, "single_words": value}
 
 
 def evaluation(step: int, value: float = 0.5) -> dict:
@@ -27,7 +27,7 @@ def test_a_later_start_adds_its_time_and_replaces_the_steps_it_repeats(tmp_path)
     first = [losses(50, 10), losses(100, 20, 2.0), evaluation(100), losses(150, 30), evaluation(150)]
     log = read_log(write_log(tmp_path / "log.jsonl", [*first, losses(100, 7, 3.0), evaluation(100, 0.9)]))
     assert log.seconds == 37
-    assert [(line["step"], line["packed_text"]) for line in log.losses] == [(50, 1.0), (100, 3.0)]
+    assert [(line["step"], line["single_words"]) for line in log.losses] == [(50, 1.0), (100, 3.0)]
     assert log.evaluations == (evaluation(100, 0.9),)
 
 

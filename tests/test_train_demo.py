@@ -104,8 +104,10 @@ def test_the_text_loss_falls_when_the_true_tokens_get_likelier(words):
     targets = torch.tensor([310, words.first_location + 40, words.first_mask_code + 3, 1])
     flat = torch.zeros(4, words.size)
     better = flat.scatter(1, targets[:, None], 5.0)
-    assert text_loss(better, targets, words, 0.5) < text_loss(flat, targets, words, 0.5)
-    assert torch.isfinite(text_loss(flat[:1], targets[:1], words, 0.0)), "a batch without locations must not be NaN"
+    assert text_loss(better, targets, words, 0.5)[0] < text_loss(flat, targets, words, 0.5)[0]
+    only_words, means = text_loss(flat[:1], targets[:1], words, 0.0)
+    assert torch.isfinite(only_words), "a batch without locations must not be NaN"
+    assert list(means) == ["words"]
 
 
 def test_the_plan_ends_with_single_rows_and_a_rate_of_zero():

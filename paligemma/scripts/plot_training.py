@@ -19,9 +19,10 @@ from paligemma.scripts.eval_demo import FEW, FOUR
 
 LOSSES = {
     "vision_patches": "patches, vision stage",
-    "packed_patches": "patches (weighted), packed stage",
-    "packed_text": "text, packed stage",
-    "single_text": "text, single stage",
+    "single_patches": "patches, single stage",
+    "single_words": "words, single stage",
+    "single_locations": "<loc> tokens, single stage",
+    "single_codes": "<seg> tokens, single stage",
 }
 FIGURES = {
     "caption_en exact": "caption en, exact",

@@ -76,12 +76,12 @@ class TrainOptions:
     work: Path = Path("runs/demo")
     icons: Path = Path("runs/icons")
     mask_encoder: Path = Path("runs/masks/encoder.safetensors")
-    vision_steps: int = 1000
+    vision_steps: int = 1300
     steps: int = 3000
     cooldown_steps: int = 900
     warmup_steps: int = 150
-    matrix_rate: float = 4e-3
-    rate: float = 2e-3
+    matrix_rate: float = 1.5e-3
+    rate: float = 6e-4
     weight_decay: float = 0.05
     seed: int = 0
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
@@ -259,8 +259,8 @@ def location_loss(logits: Tensor, bins: Tensor, sigma: float) -> Tensor:
     return -(target * logits.log_softmax(-1)).sum(-1)
 
 
-def text_loss(logits: Tensor, targets: Tensor, words: Vocabulary, progress: float) -> Tensor:
-    """Weighted mean cross-entropy of the answers' tokens.
+def text_loss(logits: Tensor, targets: Tensor, words: Vocabulary, progress: float) -> tuple[Tensor, dict[str, float]]:
+    """Weighted mean cross-entropy of the answers' tokens, and the plain means of its three kinds for the log.
 
     `<loc>` tokens are learned against a bell that narrows as training goes on (`progress`, 0 to 1) and weigh less at
     first; the sixteen `<seg>` codes of a mask weigh less than words, and count near misses as nearly right.
@@ -281,7 +281,9 @@ def text_loss(logits: Tensor, targets: Tensor, words: Vocabulary, progress: floa
     code_logits = logits[is_code].log_softmax(-1)[:, words.first_mask_code : words.image]
     losses = losses.masked_scatter(is_code, -(wanted * code_logits).sum(-1))
     weights = torch.where(is_location, 0.4 + 0.4 * progress, torch.where(is_code, 0.3, 1.0))
-    return (losses * weights).sum() / weights.sum()
+    kinds = {"locations": is_location, "codes": is_code, "words": ~(is_location | is_code)}
+    means = {name: losses[kind].mean().item() for name, kind in kinds.items() if kind.any()}
+    return (losses * weights).sum() / weights.sum(), means
 
 
 class Trainer:
@@ -322,8 +324,7 @@ class Trainer:
         # On the CPU the backward pass of PyTorch's fused attention takes several times as long for rows this short.
         attention = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
         with torch.autocast(self.device.type, dtype=torch.bfloat16), attention:
-            losses = self.losses(stage, batch)
-        total = sum(losses.values())
+            total, means = self.losses(stage, batch)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         total.backward()
@@ -336,10 +337,10 @@ class Trainer:
             optimizer.param_groups[0]["lr"] = rate * self.options.rate_factor(self.step)
             optimizer.step()
         self.step += 1
-        return {name: value.item() for name, value in losses.items()}
+        return {"total": total.item(), **means}
 
-    def losses(self, stage: str, batch: Batch) -> dict[str, Tensor]:
-        """The loss of the patches, weighted, and of the text where the stage has one."""
+    def losses(self, stage: str, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """What to minimise, and the means of its parts: the patches, and the answers' tokens by kind."""
         tensors = {name: self._tensor(value) for name, value in vars(batch).items() if value is not None}
         pixels = tensors["images"].permute(0, 3, 1, 2).float() / 127.5 - 1
         tower = self.model.vision_tower(pixels)
@@ -347,12 +348,12 @@ class Trainer:
         table = self.model.language_model.get_input_embeddings().weight
         dense = self.heads(tower, features, table, tensors, self.words)
         if stage == "vision":
-            return {"patches": dense}
+            return dense, {"patches": dense.item()}
         progress = self.options.progress(self.step)
         logits = self.packed_logits if stage == "packed" else self.single_logits
         asked = tensors["targets"] != NO_LABEL
-        text = text_loss(logits(features, tensors, asked), tensors["targets"][asked], self.words, progress)
-        return {"patches": (0.4 - 0.25 * progress) * dense, "text": text}
+        text, means = text_loss(logits(features, tensors, asked), tensors["targets"][asked], self.words, progress)
+        return text + (0.4 - 0.25 * progress) * dense, {"patches": dense.item(), **means}
 
     def packed_logits(self, features: Tensor, text: dict[str, Tensor], asked: Tensor) -> Tensor:
         """Logits (n, vocabulary) at the asked places of rows that hold several questions."""
@@ -492,7 +493,7 @@ def train(options: TrainOptions) -> None:
             losses = trainer.train_step(batch)
             log.add(trainer.step, stage, losses)
             bar.update()
-            bar.set_postfix({stage: f"{sum(losses.values()):.3f}"}, refresh=False)
+            bar.set_postfix({stage: f"{losses['total']:.3f}"}, refresh=False)
             done = trainer.step == options.total_steps
             if done or time.monotonic() - saved > 60 * options.save_minutes:
                 save_state(trainer, options.work / "state.pt")
