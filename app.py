@@ -1,214 +1,286 @@
-"""The page: give PaliGemma a picture and a prompt, and watch it answer token by token.
+"""The page: give PaliGemma a picture and a prompt, watch it answer token by token, and look at every token.
 
-From top to bottom: the model that the server holds, the handlers (generators that run the model and yield what
-the page shows), the components, the wiring, and `main()`. What is shown is computed in `paligemma/view/`.
+From top to bottom: the models that the server holds, the handlers (generators that run the model and yield what
+the page shows, and short functions), the components, the wiring, and `main()`. What is shown is computed in
+`paligemma/view/` and drawn by the scripts in `assets/`, one a part of the page.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import logging
 import os
+import platform
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gradio as gr
-from PIL.Image import Image
+import torch
 
 import paligemma
-from paligemma.masks import MaskDecoder
-from paligemma.view import events, tokens, words
-from paligemma.view.picture import open_picture
-from paligemma.view.requests import MAX_PROMPT_CHARACTERS, picture_path, read_request
+from paligemma import lens
+from paligemma.masks import fetch_vae_oid
+from paligemma.view import attention, events, examples, export, objects, runs, tasks, tokens, words
+from paligemma.view.models import ModelHost, host_named
+from paligemma.view.picture import make_picture, open_picture
+from paligemma.view.requests import MAX_PROMPT_CHARACTERS, picture_path, read_ids, read_index, read_request
+from paligemma.view.runner import Following, Update, carry_out, require_same_model, scene_of, show_again, strip_of
+from paligemma.view.runs import Plan
+from paligemma.view.visit import Visit
 
 ASSETS = Path(__file__).parent / "assets"
-# At most 20 page updates a second: a browser that gets more falls behind the model.
-UPDATE_INTERVAL_S = 0.05
-WAIT_INTERVAL_S = 0.5
-MASK_DECODER_FILE = "mask_decoder.safetensors"
+MASK_DECODER_FILES = ("mask_decoder.safetensors", "vae-oid.npz")
 # Every event that runs the model shares one queue, and one at a time of it runs.
 MODEL_QUEUE = {"concurrency_id": "model", "concurrency_limit": 1}
-PRIVATE = {"api_visibility": "private"}
+PANELS = (
+    ("panel-candidates", "Candidates"),
+    ("panel-objects", "Objects"),
+    ("panel-look", "Attention and lens"),
+    ("panel-runs", "Runs"),
+)
+PRIVATE = {"api_visibility": "private", "show_progress": "hidden"}
+AT_ONCE = {**PRIVATE, "queue": False}
+
+Hosts = Sequence[ModelHost]
 
 log = logging.getLogger("paligemma.app")
 
 
-# The model
+# Handlers: what the page shows
 
 
-class ModelHost:
-    """The one model of this server. It is loaded in a thread of its own, so that the page is there at once."""
-
-    def __init__(
-        self, name: str, load: Callable[..., paligemma.PaliGemma] | None, mask_decoder_file: Path | None = None
-    ) -> None:
-        """`load` is called once, with `progress` as `paligemma.load` takes it; None: there is no model to load.
-
-        `mask_decoder_file` is read where it exists; without one, masks stay codes.
-        """
-        self.name = name
-        self.model: paligemma.PaliGemma | None = None
-        self.mask_decoder: MaskDecoder | None = None
-        self.notice = words.notice("busy", f"Loading {name}") if load else words.notice("error", words.NO_MODEL)
-        self._load = load
-        self._mask_decoder_file = mask_decoder_file
-        self._finished = threading.Event()
-        if load is None:
-            self._finished.set()
-
-    def start(self) -> None:
-        """Begin to load; returns at once."""
-        if self._load:
-            threading.Thread(target=self._run, name="load model", daemon=True).start()
-
-    @property
-    def loading(self) -> bool:
-        return not self._finished.is_set()
-
-    def wait(self) -> Iterator[dict[str, str]]:
-        """Yield the state now and then while the model loads. Raises ValueError with what to do if it failed."""
-        while not self._finished.wait(WAIT_INTERVAL_S):
-            yield self.notice
-        if self.model is None:
-            raise ValueError(self.notice["text"])
-
-    def describe(self) -> list[dict[str, Any]]:
-        """The models of this server, for the API: at present one."""
-        model = self.model
-        return [
-            {
-                "name": self.name,
-                "revision": model.revision if model else None,
-                "state": "loading" if self.loading else "ready" if model else "error",
-                "message": self.notice["text"],
-                "device": str(model.device) if model else None,
-                "dtype": _dtype_name(model) if model else None,
-            }
-        ]
-
-    def _run(self) -> None:
-        try:
-            model = self._load(progress=self._show_progress)
-            if self._mask_decoder_file and self._mask_decoder_file.exists():
-                self.mask_decoder = MaskDecoder.load(self._mask_decoder_file)
-            self.notice = words.notice("done", self._badge(model))
-            self.model = model
-        except Exception as error:
-            log.exception("the model could not be loaded")
-            self.notice = words.notice("error", f"{self.name} could not be loaded. {words.explain(error)}")
-        finally:
-            self._finished.set()
-
-    def _badge(self, model: paligemma.PaliGemma) -> str:
-        name = f"{self.name}@{model.revision}" if model.revision else self.name
-        num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
-        soft_cap = model.config.text_config.final_logit_softcapping
-        return words.model_line(name, num_parameters, _dtype_name(model), str(model.device), soft_cap)
-
-    def _show_progress(self, done: int, total: int) -> None:
-        self.notice = words.notice("busy", f"Loading {self.name}: {done / total:.0%}")
+def ask(visit: Visit, picture: Any, prompt: Any, *decoding: Any) -> words.Notice:
+    """Run was asked for: line up, and end what this visitor still has running."""
+    visit.form = (picture_path(picture), prompt)
+    visit.ask(Plan(visit.picture or picture_path(picture), (prompt, *decoding)))
+    return words.notice("busy", "Waiting for its turn")
 
 
-def _dtype_name(model: paligemma.PaliGemma) -> str:
-    return str(model.dtype).removeprefix("torch.")
+def ask_for_step(visit: Visit, picture: Any, prompt: Any, *decoding: Any) -> Any:
+    """One token more: of the run on the page, or the first one when picture or prompt are others by now."""
+    form = (picture_path(picture), prompt)
+    if visit.form != form or visit.history.current is None:
+        visit.form = form
+        visit.ask(Plan(visit.picture or form[0], (prompt, *decoding), stop_after=1))
+        return words.notice("busy", "Waiting for its turn")
+    if not visit.control.finished:
+        return gr.skip()  # it is being written
+    plan = visit.history.plan_step()
+    visit.ask(plan)
+    return gr.skip() if plan else words.notice("idle", "The answer has ended; nothing follows.")
 
 
-# Handlers
+def ask_for_branch(visit: Visit, event: gr.EventData) -> Any:
+    """Another candidate was chosen: answer anew from there, by its id."""
+    visit.ask(visit.history.plan_branch(event.run, event.index, event.token_id))
+    return words.notice("busy", "Waiting for its turn") if visit.plan else gr.skip()
 
 
-class Run:
-    """One answer under way: its steps so far, and what its stream returns at the end."""
-
-    def __init__(self, stream: Iterator[paligemma.Step]) -> None:
-        self.steps: list[paligemma.Step] = []
-        self.result: paligemma.GenerationResult | None = None
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[paligemma.Step]:
-        while True:
-            try:
-                step = next(self._stream)
-            except StopIteration as end:
-                self.result = end.value
-                return
-            self.steps.append(step)
-            yield step
+def ask_for_example(visit: Visit, event: gr.EventData, *decoding: Any) -> tuple[Any, Any, Any]:
+    """An example was chosen: (picture, prompt, notice), and its run lines up."""
+    example = _pick(visit.examples, event.index)
+    if example is None:
+        return gr.skip(), gr.skip(), gr.skip()
+    visit.form = None
+    visit.ask(Plan(str(example.path), (example.prompt, *decoding)))
+    return str(example.path), example.prompt, words.notice("busy", "Waiting for its turn")
 
 
-class RunControl:
-    """What Stop and a run under way say to each other."""
-
-    def __init__(self) -> None:
-        self.stop_asked = False
-        self.finished = False
-
-
-class PageUpdate(NamedTuple):
-    """What an event of the page changes; `gr.skip()` leaves a part as it is."""
-
-    notice: Any
-    answer: Any = gr.skip()
-    tokens: Any = gr.skip()
-    candidates: Any = gr.skip()
-    steps: Any = gr.skip()
-
-
-def begin_run(previous: RunControl | None) -> tuple[RunControl, dict[str, str]]:
-    """Run was asked for: end what this visitor still has running, and line up."""
-    if previous:
-        previous.stop_asked = True
-    return RunControl(), words.notice("busy", "Waiting for its turn")
-
-
-def answer_on_page(
-    host: ModelHost, control: RunControl, picture: Any, prompt: Any, *decoding: Any
-) -> Iterator[PageUpdate]:
-    """Run the model for the page. Whatever goes wrong becomes a line of the page; what was written stays."""
+def answer_on_page(visit: Visit) -> Iterator[Update]:
+    """Do what was asked for last. Whatever goes wrong becomes a line of the page; what was written stays."""
     # Gradio closes an abandoned generator only once it has yielded: so yield before any work.
-    yield PageUpdate(words.notice("busy", "Preparing"))
+    yield _page(Update())
+    plan, control = visit.take_plan(), visit.control
+    if plan is None:
+        return
     try:
-        image, request = open_picture(picture_path(picture)), read_request(prompt, *decoding)
-        for state in host.wait():
-            yield PageUpdate(state)
-            if control.stop_asked:
-                break
-        if control.stop_asked:
-            yield PageUpdate(words.notice("idle", "Stopped"))
-        else:
-            yield from _write_answer(host.model, image, request, control)
+        yield _page(Update(words.notice("busy", "Preparing")))
+        for update in carry_out(visit.host, visit, plan, control):
+            yield _page(update)
     except Exception as error:
-        yield PageUpdate(words.notice("error", _explain(error)))
+        yield _page(Update(_failure(error)))
     finally:
         control.finished = True
 
 
-def _write_answer(
-    model: paligemma.PaliGemma, image: Image, request: dict[str, Any], control: RunControl
-) -> Iterator[PageUpdate]:
-    yield _show_steps(words.notice("busy", "Looking at the picture"), [])
-    shown_at = 0.0
-    with closing(model.stream(image, **request)) as stream:
-        run = Run(stream)
-        for _ in run:
-            if control.stop_asked:
-                break
-            if time.monotonic() - shown_at >= UPDATE_INTERVAL_S:
-                shown_at = time.monotonic()
-                yield _show_steps(words.notice("busy", f"Token {len(run.steps)}"), run.steps)
-    if run.result is None:
-        yield _show_steps(words.notice("idle", f"Stopped after {words.count_tokens(run.steps)}"), run.steps)
-    else:
-        yield _show_steps(words.summary(run.result, with_seed=request["temperature"] > 0), run.steps)
+def _page(update: Update) -> Update:
+    """In Gradio's words: a part that stays as it is."""
+    return Update(*(gr.skip() if part is None else part for part in update))
+
+
+def send_all_tokens(visit: Visit) -> Any:
+    """The strip missed an update: all tokens of the current run."""
+    run = visit.history.current
+    return strip_of(run, 0, run.finish_reason is not None) if run else gr.skip()
+
+
+def ask_to_stop(visit: Visit) -> Any:
+    """Stop was asked for: the run ends behind the token that it is at."""
+    if visit.control.finished:
+        return gr.skip()
+    visit.control.stop_asked = True
+    return words.notice("busy", "Stopping after this token")
+
+
+def show_picture(visit: Visit, upload: Any) -> tuple[Any, Any]:
+    """A picture was chosen or taken away: (notice, picture part)."""
+    host, path = visit.host, picture_path(upload)
+    visit.picture = None
+    if path is None:
+        return gr.skip(), None
+    if host.model is None:
+        return gr.skip(), gr.skip()  # what the model sees is known once there is one
+    try:
+        picture = make_picture(open_picture(path), host.model.processor)
+    except Exception as error:
+        return _failure(error), None
+    visit.picture = picture
+    return gr.skip(), scene_of(host, picture)
+
+
+def clear_picture() -> None:
+    """Another picture is wanted: the field is empty again."""
+
+
+def write_prompt(visit: Visit, prompt: Any, event: gr.EventData) -> Any:
+    """A task chip was pressed: it only writes the prompt."""
+    known = _tasks(visit.host)
+    task = _pick(known, event.index)
+    return gr.skip() if task is None else tasks.write_prompt(task, prompt if isinstance(prompt, str) else "", known)
+
+
+def _pick(choices: Sequence[Any], index: Any) -> Any:
+    """One of the choices by the place that the page names; None for a place that does not exist."""
+    return choices[index] if isinstance(index, int) and 0 <= index < len(choices) else None
+
+
+def _tasks(host: ModelHost) -> tuple[tasks.Task, ...]:
+    return tasks.tasks_of(host.model.source) if host.model else ()
+
+
+def show_run(visit: Visit, event: gr.EventData) -> Update:
+    """An earlier run was chosen in the tree."""
+    run = visit.history.find(event.run)
+    return _page(show_again(visit.host, visit, run) if run else Update())
+
+
+def compare_runs(visit: Visit, event: gr.EventData) -> Any:
+    """Two runs were ticked in the tree."""
+    found = [visit.history.find(number) for number in event.runs] if isinstance(event.runs, list) else []
+    return runs.run_tree(visit.history, [run for run in found if run])
+
+
+def look_inside(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
+    """Attention and logit lens of one token: (notice, look)."""
+    yield words.notice("busy", "Looking inside"), gr.skip()
+    try:
+        host, run = visit.host, visit.history.find(event.run)
+        if run is None:
+            raise ValueError("This run is no longer kept.")
+        require_same_model(host, run)
+        for state in host.wait():
+            yield state, gr.skip()
+        index = read_index(event.index)
+        found = lens.inspect(host.model, run.picture.seen, run.request["prompt"], run.token_ids, index)
+        yield (
+            words.notice("idle", "Looked inside token {number}", number=index + 1),
+            attention.look(run.number, found, index),
+        )
+    except Exception as error:
+        yield _failure(error), gr.skip()
+
+
+def picture_shares(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
+    """How much of its attention each token of a run gave to the picture: (notice, shares)."""
+    yield words.notice("busy", "Looking inside"), gr.skip()
+    try:
+        host, run = visit.host, visit.history.find(event.run)
+        if run is None or host.model is None:
+            raise ValueError("This run is no longer kept.")
+        require_same_model(host, run)
+        shares: list[float] = []
+        for index in range(len(run.steps)):
+            found = lens.inspect(host.model, run.picture.seen, run.request["prompt"], run.token_ids, index)
+            shares.append(attention.mean_share(found))
+            yield words.notice("busy", "Looked inside token {number}", number=index + 1), gr.skip()
+        yield words.run_shown(run), {"run": run.number, "shares": shares}
+    except Exception as error:
+        yield _failure(error), gr.skip()
+
+
+def download_objects(visit: Visit, event: gr.EventData) -> Any:
+    """The picture with its objects as PNG, or the objects as COCO's JSON."""
+    run, decoder = visit.history.find(event.run), visit.host.mask_decoder
+    if run is None:
+        return gr.skip()
+    if event.kind == "png":
+        file = base64.b64encode(objects.drawn_picture(run, decoder)).decode()
+        return _download(visit, "objects.png", "image/png", base64=file)
+    return _download(visit, "objects.json", "application/json", text=objects.coco_file(run, decoder))
+
+
+def export_run(visit: Visit) -> tuple[Any, Any]:
+    """The run on the page as a file: (notice, download)."""
+    run = visit.history.current
+    if run is None or not run.steps:
+        return words.notice("idle", "There is no run yet."), gr.skip()
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "gradio": gr.__version__}
+    text = export.write_run(run, versions)
+    return gr.skip(), _download(visit, f"run-{run.number}.json", "application/json", text=text)
+
+
+def import_run(visit: Visit, file: bytes | None) -> Update:
+    """A run from a file, checked like any input, becomes the run on the page."""
+    try:
+        if file is None:
+            return _page(Update())
+        run = visit.history.add(export.read_run(file, visit.history.next_number()))
+        return _page(show_again(visit.host, visit, run))
+    except Exception as error:
+        return _page(Update(_failure(error)))
+
+
+def _download(visit: Visit, name: str, media_type: str, **content: str) -> dict[str, Any]:
+    visit.num_downloads += 1
+    return {"serial": visit.num_downloads, "name": name, "type": media_type, **content}
+
+
+def choose_model(visit: Visit, name: Any) -> tuple[Any, ...]:
+    """Another model of the list shall answer; it is loaded now if it was not before."""
+    visit.model = next((place for place, host in enumerate(visit.hosts) if host.name == name), 0)
+    visit.host.start()
+    visit.picture = None  # the next model may see it otherwise
+    return show_model(visit)
+
+
+def show_model(visit: Visit) -> tuple[Any, Any, Any, gr.Timer]:
+    """(badge, task chips, inspector, timer): the state of the model, and whether to ask again."""
+    host = visit.host
+    cap = host.model.config.text_config.final_logit_softcapping if host.model else None
+    return host.notice, tasks.task_chips(_tasks(host)), {"soft_cap": cap}, gr.Timer(active=host.loading)
+
+
+def _failure(error: Exception) -> words.Notice:
+    _log(error)
+    return words.failure(error)
+
+
+def _log(error: Exception) -> None:
+    if not isinstance(error, ValueError):
+        log.error("a request failed", exc_info=error)
+
+
+# Handlers: the HTTP API
 
 
 def answer_over_api(
-    host: ModelHost,
+    hosts: Hosts,
     image: Any,
     prompt: Any,
     max_new_tokens: Any,
@@ -219,6 +291,7 @@ def answer_over_api(
     top_n: Any = 10,
     forced_ids: Any = None,
     time_limit: Any = None,
+    model: Any = None,
 ) -> Iterator[events.Event]:
     """Answer a prompt about a picture: an event a token, in order.
 
@@ -229,54 +302,67 @@ def answer_over_api(
     try:
         picture = open_picture(picture_path(image))
         request = read_request(prompt, max_new_tokens, temperature, top_k, top_p, seed, top_n, forced_ids, time_limit)
+        host = host_named(hosts, model)
         for _ in host.wait():
             yield events.WAITING_EVENT
         with closing(host.model.stream(picture, **request)) as stream:
-            run = Run(stream)
-            for step in run:
+            following = Following(stream)
+            for step in following:
                 if step.finish_reason is None:
                     yield events.step_event(step)
-        yield events.last_event(run.result, picture.size, host.mask_decoder)
+        yield events.last_event(following.result, picture.size, host.mask_decoder)
     except Exception as error:
-        raise gr.Error(_explain(error), print_exception=False) from error
+        _log(error)
+        raise gr.Error(words.explain(error), print_exception=False) from error
 
 
-def show_candidates(steps: Sequence[paligemma.Step], event: gr.EventData) -> Any:
-    """The candidates of the row that was chosen in the token list."""
-    index = event.index
-    known = isinstance(index, int) and 0 <= index < len(steps)
-    return tokens.candidate_table(steps[index]) if known else gr.skip()
+def inspect_over_api(
+    hosts: Hosts, image: Any, prompt: Any, token_ids: Any, index: Any, model: Any = None
+) -> Iterator[dict[str, Any] | None]:
+    """Look inside the step that wrote token `index` of an answer, whose ids are `token_ids`.
 
-
-def ask_to_stop(control: RunControl | None) -> Any:
-    """Stop was asked for: the run ends behind the token that it is at."""
-    if control is None or control.finished:
-        return gr.skip()
-    control.stop_asked = True
-    return words.notice("busy", "Stopping after this token")
-
-
-def show_model(host: ModelHost) -> tuple[dict[str, str], gr.Timer]:
-    """The badge, and whether to ask again."""
-    return host.notice, gr.Timer(active=host.loading)
-
-
-def _show_steps(notice: dict[str, str], steps: list[paligemma.Step]) -> PageUpdate:
-    """The whole right side: the answer, its tokens, and the candidates of the newest."""
-    last = steps[-1] if steps else None
-    return PageUpdate(notice, last.text if last else "", tokens.token_list(steps), tokens.candidate_table(last), steps)
-
-
-def _explain(error: Exception) -> str:
-    if not isinstance(error, ValueError):
-        log.error("a request failed", exc_info=error)
-    return words.explain(error)
+    null while the model is not ready; then {"index", "grid": [rows, columns] of patches, "attention": per layer and
+    head the weight of each patch, row by row, "picture_share": per layer and head, "lens": per depth {"layer",
+    "token_id", "piece", "prob", "rank_of_final", "entropy"}}. Attention is not an explanation.
+    """
+    yield None
+    try:
+        picture, ids, place = open_picture(picture_path(image)), read_ids("token_ids", token_ids), read_index(index)
+        host = host_named(hosts, model)
+        for _ in host.wait():
+            yield None
+        yield attention.inspection_event(lens.inspect(host.model, picture, prompt or "", ids, place), place)
+    except Exception as error:
+        _log(error)
+        raise gr.Error(words.explain(error), print_exception=False) from error
 
 
 # Components
 
 
-class Request(NamedTuple):
+def part(script: str, value: Any = None, **settings: Any) -> gr.HTML:
+    """A part of the page that `assets/<script>.js` draws from data.
+
+    The template is static and holds no data, because Gradio compiles templates into code; the script writes what it
+    gets as text. (A class of our own would be the usual way, but Gradio writes a .pyi file beside each.)
+    """
+    component = gr.HTML(
+        as_json(value),
+        html_template='<div class="part"></div>',
+        js_on_load=(ASSETS / f"{script}.js").read_text(encoding="utf-8"),
+        apply_default_css=False,
+        **settings,
+    )
+    component.postprocess = as_json
+    return component
+
+
+def as_json(value: Any) -> str | None:
+    """What a handler gives to a part, as one JSON text: the differences that Gradio sends of nested data are longer."""
+    return None if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+class Form(NamedTuple):
     """The components of a request, in the order in which the handlers take them."""
 
     picture: gr.Image
@@ -288,48 +374,71 @@ class Request(NamedTuple):
     seed: gr.Number
     top_n: gr.Slider
 
-
-def _notice(value: dict[str, str], **settings: Any) -> gr.HTML:
-    return gr.HTML(
-        value,
-        html_template='<p class="notice" role="status"><span class="dot"></span><span class="words"></span></p>',
-        js_on_load=(ASSETS / "notice.js").read_text(encoding="utf-8"),
-        apply_default_css=False,
-        **settings,
-    )
+    @property
+    def decoding(self) -> tuple[Any, ...]:
+        return self[2:]
 
 
-def _table(
-    columns: Sequence[tuple[str, str]], label: str, empty: str, value: dict[str, Any], **settings: Any
-) -> gr.HTML:
-    """A table that `assets/table.js` draws from data. The template is static: never put data into it."""
-    return gr.HTML(
-        value,
-        label=label,
-        html_template=(
-            '<h2 class="title"></h2><div class="scroller"><table><thead><tr></tr></thead><tbody></tbody></table>'
-            '<p class="empty"></p></div><p class="facts"></p>'
-        ),
-        js_on_load=(ASSETS / "table.js").read_text(encoding="utf-8"),
-        apply_default_css=False,
-        columns=list(columns),
-        empty=empty,
-        **settings,
-    )
+class Buttons(NamedTuple):
+    """What starts and ends runs."""
+
+    run: gr.Button
+    step: gr.Button
+    stop: gr.Button
 
 
-def _request_column() -> tuple[Request, gr.Button, gr.Button, gr.HTML]:
-    """The left side: (request, run, stop, notice)."""
-    picture = gr.Image(
+class Parts(NamedTuple):
+    """The other parts of the page that events read or write."""
+
+    badge: gr.HTML
+    models: gr.Dropdown
+    tasks: gr.HTML
+    notice: gr.HTML
+    examples: gr.HTML
+    scene: gr.HTML
+    strip: gr.HTML
+    inspector: gr.HTML
+    objects: gr.HTML
+    look: gr.HTML
+    shares: gr.HTML
+    runs: gr.HTML
+    export: gr.Button
+    imported: gr.UploadButton
+    download: gr.HTML
+
+    @property
+    def page(self) -> list[gr.HTML]:
+        """The outputs of an Update."""
+        return [self.notice, self.strip, self.objects, self.runs, self.scene]
+
+
+def _header(hosts: Hosts) -> tuple[gr.HTML, gr.Dropdown]:
+    """(badge, list of models); the list is shown where there is a choice."""
+    with gr.Row(elem_id="header"):
+        part("heading", text="PaliGemma, token by token", tag="h1", elem_id="title")
+        badge = part("notice", hosts[0].notice, elem_id="badge")
+        names = [host.name for host in hosts]
+        models = gr.Dropdown(
+            names, value=names[0], label="Model", visible=len(hosts) > 1, elem_id="models", container=False
+        )
+        part("header", elem_id="choices")
+    return badge, models
+
+
+def _picture_field() -> gr.Image:
+    return gr.Image(
         label="Picture",
         type="filepath",
         image_mode=None,
         sources=["upload", "clipboard", "webcam"],
-        height=320,
+        height=300,
         buttons=["fullscreen"],
         elem_id="picture",
     )
-    prompt = gr.Textbox(
+
+
+def _prompt_field() -> gr.Textbox:
+    return gr.Textbox(
         label="Prompt",
         value="caption en",
         placeholder="caption en · detect dog · answer en what is this?",
@@ -337,15 +446,18 @@ def _request_column() -> tuple[Request, gr.Button, gr.Button, gr.HTML]:
         max_lines=4,
         elem_id="prompt",
     )
-    with gr.Row():
+
+
+def _buttons() -> Buttons:
+    with gr.Row(elem_id="buttons"):
         run = gr.Button("Run", variant="primary", elem_id="run", min_width=80)
+        step = gr.Button("One step", variant="secondary", elem_id="step", min_width=80)
         stop = gr.Button("Stop", variant="secondary", elem_id="stop", min_width=80)
-    notice = _notice(words.notice("idle", "Choose a picture, write a prompt, press Enter."), elem_id="notice")
-    return Request(picture, prompt, *_decoding_controls()), run, stop, notice
+    return Buttons(run, step, stop)
 
 
 def _decoding_controls() -> tuple[gr.Slider, gr.Slider, gr.Slider, gr.Slider, gr.Number, gr.Slider]:
-    with gr.Accordion("Decoding", open=False):
+    with gr.Accordion("Decoding", open=False, elem_id="decoding"):
         max_new_tokens = gr.Slider(1, 512, value=128, step=1, label="Largest number of new tokens")
         temperature = gr.Slider(0, 2, value=0, step=0.05, label="Temperature", info="0 takes the likeliest token")
         top_k = gr.Slider(0, 100, value=0, step=1, label="Top-k", info="0 keeps all")
@@ -355,118 +467,175 @@ def _decoding_controls() -> tuple[gr.Slider, gr.Slider, gr.Slider, gr.Slider, gr
     return max_new_tokens, temperature, top_k, top_p, seed, top_n
 
 
-def _answer_column() -> tuple[gr.Textbox, gr.HTML, gr.HTML]:
-    """The right side: (answer, token list, candidate table)."""
-    answer = gr.Textbox(
-        label="Answer",
-        interactive=False,
-        lines=3,
-        max_lines=3,
-        buttons=["copy"],
-        elem_id="answer",
-        placeholder="The answer appears here, token by token.",
-    )
-    with gr.Row(equal_height=True):
-        with gr.Column(scale=3, min_width=290):
-            token_list = _table(
-                tokens.TOKEN_COLUMNS,
-                "Tokens",
-                "One row a token. Choose one to see what else was likely.",
-                tokens.token_list([]),
-                pick=True,
-                elem_id="tokens",
+def _ask_column() -> tuple[Form, Buttons, gr.HTML, gr.HTML, gr.HTML]:
+    """What a person gives: (form, buttons, picture part, task chips, notice)."""
+    with gr.Column(elem_id="ask", min_width=300):
+        with gr.Column(elem_classes="card"):
+            picture = _picture_field()
+            scene_part = part("scene", elem_id="scene")
+        with gr.Column(elem_classes="card"):
+            task_chips = part("chips", name="Tasks", elem_id="tasks")
+            prompt = _prompt_field()
+            buttons = _buttons()
+            notice = part(
+                "notice", words.notice("idle", "Choose a picture, write a prompt, press Enter."), elem_id="notice"
             )
-        with gr.Column(scale=4, min_width=290):
-            candidates = _table(
-                tokens.CANDIDATE_COLUMNS,
-                "Candidates",
-                "What the model could have written in this place.",
-                tokens.candidate_table(None),
-                pick=False,
-                elem_id="candidates",
-            )
-    return answer, token_list, candidates
+            decoding = _decoding_controls()
+    return Form(picture, prompt, *decoding), buttons, scene_part, task_chips, notice
+
+
+def _examples_column(shelf: Sequence[examples.Example]) -> gr.HTML:
+    with gr.Column(elem_id="examples", min_width=300, visible=bool(shelf)), gr.Column(elem_classes="card"):
+        part("heading", text="Examples", tag="h2")
+        return part("chips", examples.example_chips(shelf), name="Examples", elem_id="example-chips")
+
+
+def _answer_column() -> dict[str, Any]:
+    """The answer and everything that can be seen of it, by the names of `Parts`."""
+    candidates, found, inside, history = ({"elem_id": name, "min_width": 0} for name, _ in PANELS)
+    with gr.Column(elem_id="answer", min_width=300):
+        with gr.Column(elem_classes="card"):
+            strip = part("strip", elem_id="strip")
+        with gr.Column(elem_classes="card"):
+            part("tabs", panels=PANELS)
+            with gr.Column(**candidates):
+                inspector = part("inspector", columns=tokens.CANDIDATE_COLUMNS, elem_id="inspector")
+            with gr.Column(**found):
+                object_table = part("objects", elem_id="objects")
+            with gr.Column(**inside):
+                look = part("look", columns=attention.LENS_COLUMNS, elem_id="look")
+            with gr.Column(**history):
+                tree, export_button, imported = _runs_panel()
+            shares, download = part("relay", topic="shares"), part("download")
+    return {
+        "strip": strip,
+        "inspector": inspector,
+        "objects": object_table,
+        "look": look,
+        "runs": tree,
+        "export": export_button,
+        "imported": imported,
+        "shares": shares,
+        "download": download,
+    }
+
+
+def _runs_panel() -> tuple[gr.HTML, gr.Button, gr.UploadButton]:
+    tree = part("runs", elem_id="runs")
+    with gr.Row(elem_id="files"):
+        export_button = gr.Button("Export this run", size="sm", elem_id="export")
+        imported = gr.UploadButton("Import a run", file_types=[".json"], type="binary", size="sm", elem_id="import")
+    return tree, export_button, imported
 
 
 # Wiring
 
 
-def build_app(host: ModelHost) -> gr.Blocks:
-    """The page and the HTTP API for one model. Nothing is launched or loaded here."""
+def build_app(*hosts: ModelHost) -> gr.Blocks:
+    """The page and the HTTP API for these models, the first one first. Nothing is launched or loaded here."""
+    shelf = examples.load_examples(ASSETS / "examples")
     with gr.Blocks(
         title="PaliGemma, token by token", analytics_enabled=False, delete_cache=(600, 3600), fill_width=True
     ) as app:
-        with gr.Row(elem_id="header"):
-            gr.HTML("<h1>PaliGemma, token by token</h1>")
-            badge = _notice(host.notice, elem_id="badge")
+        badge, models = _header(hosts)
         with gr.Row(elem_id="main"):
-            with gr.Column(scale=5, min_width=300):
-                request, run, stop, notice = _request_column()
-            with gr.Column(scale=9, min_width=300):
-                answer, token_list, candidates = _answer_column()
-        update = PageUpdate(notice, answer, token_list, candidates, gr.State([]))
-        _wire_page(host, request, run, stop, update)
-        _wire_model_state(app, host, badge)
-        _wire_api(host, request)
+            form, buttons, scene_part, task_chips, notice = _ask_column()
+            answer = _answer_column()
+            example_chips = _examples_column(shelf)
+        parts = Parts(badge, models, task_chips, notice, example_chips, scene_part, **answer)
+        visit = gr.State(Visit(hosts, shelf))
+        _wire_runs(visit, form, buttons, parts)
+        _wire_form(visit, form, parts)
+        _wire_answer(visit, parts)
+        _wire_model_state(app, visit, parts)
+        _wire_api(hosts, form)
     return app.queue(default_concurrency_limit=1, max_size=16)
 
 
-def _wire_page(host: ModelHost, request: Request, run: gr.Button, stop: gr.Button, update: PageUpdate) -> None:
-    control = gr.State(None)
-    asked = gr.on(
-        [request.prompt.submit, run.click],
-        begin_run,
-        control,
-        [control, update.notice],
-        queue=False,
-        show_progress="hidden",
-        **PRIVATE,
-    )
+def _wire_runs(visit: gr.State, form: Form, buttons: Buttons, parts: Parts) -> None:
+    """What starts a run: each way lines up a plan at once, and then the plan is carried out in the queue."""
     # Without preprocessing the upload arrives as a checked path, unopened: opening it is up to open_picture.
-    asked.then(
-        partial(answer_on_page, host),
-        [control, *request],
-        list(update),
-        preprocess=False,
-        show_progress="hidden",
-        trigger_mode="multiple",
-        **MODEL_QUEUE,
-        **PRIVATE,
-    )
+    unopened = {"preprocess": False, **AT_ONCE}
+    asked = [
+        gr.on([form.prompt.submit, buttons.run.click], ask, [visit, *form], parts.notice, **unopened),
+        buttons.step.click(ask_for_step, [visit, *form], parts.notice, **unopened),
+        parts.inspector.branch(ask_for_branch, visit, parts.notice, **AT_ONCE),
+        parts.examples.select(
+            ask_for_example,
+            [visit, *form.decoding],
+            [form.picture, form.prompt, parts.notice],
+            **AT_ONCE,
+        ),
+    ]
+    for event in asked:
+        event.then(answer_on_page, visit, parts.page, trigger_mode="multiple", **MODEL_QUEUE, **PRIVATE)
     # Gradio's own `cancels` ignores Run until the running step is over, and then reports an error.
-    stop.click(ask_to_stop, control, update.notice, queue=False, show_progress="hidden", **PRIVATE)
-    update.tokens.select(
-        show_candidates, update.steps, update.candidates, queue=False, show_progress="hidden", **PRIVATE
+    buttons.stop.click(ask_to_stop, visit, parts.notice, **AT_ONCE)
+
+
+def _wire_form(visit: gr.State, form: Form, parts: Parts) -> None:
+    form.picture.change(
+        show_picture,
+        [visit, form.picture],
+        [parts.notice, parts.scene],
+        preprocess=False,
+        **AT_ONCE,
+    )
+    parts.scene.clear(clear_picture, None, form.picture, **AT_ONCE)
+    parts.tasks.select(write_prompt, [visit, form.prompt], form.prompt, **AT_ONCE).then(
+        None, js="() => document.querySelector('#prompt textarea').focus()", **PRIVATE
     )
 
 
-def _wire_model_state(app: gr.Blocks, host: ModelHost, badge: gr.HTML) -> None:
+def _wire_answer(visit: gr.State, parts: Parts) -> None:
+    """What can be done with an answer. Tokens and candidates need no event: the strip has their numbers."""
+    parts.strip.resync(send_all_tokens, visit, parts.strip, **AT_ONCE)
+    parts.strip.shares(picture_shares, visit, [parts.notice, parts.shares], **MODEL_QUEUE, **PRIVATE)
+    parts.look.inspect(look_inside, visit, [parts.notice, parts.look], **MODEL_QUEUE, **PRIVATE)
+    parts.objects.download(download_objects, visit, parts.download, **AT_ONCE)
+    parts.runs.open(show_run, visit, parts.page, **AT_ONCE)
+    parts.runs.compare(compare_runs, visit, parts.runs, **AT_ONCE)
+    parts.export.click(export_run, visit, [parts.notice, parts.download], **AT_ONCE)
+    parts.imported.upload(import_run, [visit, parts.imported], parts.page, **AT_ONCE)
+
+
+def _wire_model_state(app: gr.Blocks, visit: gr.State, parts: Parts) -> None:
     timer = gr.Timer(1.0)
-    gr.on(
-        [app.load, timer.tick],
-        partial(show_model, host),
-        None,
-        [badge, timer],
-        queue=False,
-        show_progress="hidden",
-        **PRIVATE,
-    )
+    shown = [parts.badge, parts.tasks, parts.inspector, timer]
+    gr.on([app.load, timer.tick], show_model, visit, shown, **AT_ONCE)
+    parts.models.input(choose_model, [visit, parts.models], shown, **AT_ONCE)
 
 
-def _wire_api(host: ModelHost, request: Request) -> None:
+def _wire_api(hosts: Hosts, form: Form) -> None:
     """The endpoints hang on components that the page does not show, so that Gradio checks files for them too."""
+    model = gr.Textbox(visible=False, value=None, label="one of /models; empty: the first one")
     forced_ids = gr.JSON(visible=False, label="token ids to begin the answer with")
     time_limit = gr.Number(visible=False, label="seconds")
     gr.Button(visible=False).click(
-        partial(answer_over_api, host),
-        [*request, forced_ids, time_limit],
+        partial(answer_over_api, hosts),
+        [*form, forced_ids, time_limit, model],
         gr.JSON(visible=False, label="event"),
         api_name="generate",
         api_description=answer_over_api.__doc__,
         preprocess=False,
         **MODEL_QUEUE,
     )
-    gr.api(host.describe, api_name="models", api_description="The models of this server.", queue=False)
+    token_ids = gr.JSON(visible=False, label="the ids of an answer")
+    index = gr.Number(visible=False, label="which of them, from 0")
+    gr.Button(visible=False).click(
+        partial(inspect_over_api, hosts),
+        [form.picture, form.prompt, token_ids, index, model],
+        gr.JSON(visible=False, label="inspection"),
+        api_name="inspect",
+        api_description=inspect_over_api.__doc__,
+        preprocess=False,
+        **MODEL_QUEUE,
+    )
+
+    def list_models() -> list[dict[str, Any]]:
+        return [host.describe() for host in hosts]
+
+    gr.api(list_models, api_name="models", api_description="The models of this server.", queue=False)
 
 
 # The process
@@ -479,25 +648,41 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--model",
-        default=os.environ.get("MODEL_ID") or None,
-        help="a folder in the hub's layout, or a hub id (default: MODEL_ID from the environment, else the bundled one)",
+        nargs="+",
+        default=os.environ.get("MODEL_ID", "").split(),
+        help="a folder in the hub's layout, or a hub id; several make a list to choose from "
+        "(default: MODEL_ID from the environment, else the bundled one)",
     )
     parser.add_argument("--revision", help="the hub's branch, tag or commit")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
+    parser.add_argument(
+        "--mask-decoder",
+        type=Path,
+        help="vae-oid.npz, which reads the masks of Google's checkpoints (default: beside the model)",
+    )
+    parser.add_argument("--mcp", action="store_true", help="offer the API as MCP tools too; needs gradio[mcp]")
     parser.add_argument("--host", help="the address to listen on (default: GRADIO_SERVER_NAME, else 127.0.0.1)")
     parser.add_argument("--port", type=int, help="the port to listen on (default: the first free one from 7860)")
     return parser
 
 
-def make_host(arguments: argparse.Namespace) -> ModelHost:
-    """The host for what the command line names; nothing is loaded yet."""
-    folder = Path(arguments.model or ASSETS / "demo").expanduser()
-    if arguments.model is None and not (folder / "config.json").is_file():
+def make_hosts(arguments: argparse.Namespace) -> list[ModelHost]:
+    """A host for each model that the command line names; nothing is loaded yet."""
+    return [_make_host(name, arguments) for name in arguments.model or [None]]
+
+
+def _make_host(source: str | None, arguments: argparse.Namespace) -> ModelHost:
+    folder = Path(source or ASSETS / "demo").expanduser()
+    if source is None and not (folder / "config.json").is_file():
         return ModelHost("no model", None)
-    name = folder.resolve().name if arguments.model and folder.is_dir() else arguments.model or "bundled demo"
-    load = partial(paligemma.load, arguments.model, arguments.revision, arguments.device, arguments.dtype)
-    return ModelHost(name, load, folder / MASK_DECODER_FILE)
+    name = folder.resolve().name if source and folder.is_dir() else source or "bundled demo"
+    load = partial(paligemma.load, source, arguments.revision, arguments.device, arguments.dtype)
+    mask_decoders = (
+        [arguments.mask_decoder] if arguments.mask_decoder else [folder / file for file in MASK_DECODER_FILES]
+    )
+    is_on_hub = bool(source) and not folder.is_dir()
+    return ModelHost(name, load, mask_decoders, fetch_vae_oid if is_on_hub else None)
 
 
 def launch(app: gr.Blocks, **settings: Any) -> None:
@@ -505,8 +690,9 @@ def launch(app: gr.Blocks, **settings: Any) -> None:
     app.launch(
         theme=gr.themes.Base(font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace")),
         css_paths=[ASSETS / "page.css"],
+        head=_head(),
         footer_links=["api", "settings"],
-        allowed_paths=[],
+        allowed_paths=[str(ASSETS / "examples")],
         max_file_size="10mb",
         show_error=False,
         enable_monitoring=False,
@@ -515,6 +701,14 @@ def launch(app: gr.Blocks, **settings: Any) -> None:
         ssr_mode=False,
         **settings,
     )
+
+
+def _head() -> str:
+    """What all parts of the page share: the words and `page.js`."""
+    words_text = json.dumps(json.loads((ASSETS / "words.json").read_text(encoding="utf-8")), ensure_ascii=False)
+    words_text = words_text.replace("<", "\\u003c")  # no word may end the script
+    script = (ASSETS / "page.js").read_text(encoding="utf-8")
+    return f"<script>window.paligemmaWords = {words_text};\n{script}</script>"
 
 
 def _stop_like_ctrl_c(*_: Any) -> None:
@@ -526,10 +720,15 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _stop_like_ctrl_c)
-    host = make_host(arguments)
-    host.start()
+    hosts = make_hosts(arguments)
+    hosts[0].start()
     with suppress(KeyboardInterrupt):
-        launch(build_app(host), server_name=arguments.host, server_port=arguments.port)
+        launch(
+            build_app(*hosts),
+            server_name=arguments.host,
+            server_port=arguments.port,
+            mcp_server=arguments.mcp or None,
+        )
 
 
 if __name__ == "__main__":

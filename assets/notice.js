@@ -1,11 +1,18 @@
-// Shows props.value, {kind, text} (paligemma/view/words.py), as one line; the script of a gr.HTML whose template
-// is static. Text reaches the page through textContent only.
+// A line that says what the app is doing: {kind, text, values?} of paligemma/view/words.py.
+
+const { t, make, read, subscribe } = window.paligemma;
+const part = element.querySelector(".part");
+const dot = make("span", "dot");
+const line = make("span", "words");
+part.append(dot, line);
+part.setAttribute("role", "status");
 
 function draw() {
-  const { kind, text } = props.value || { kind: "idle", text: "" };
-  const line = element.querySelector(".notice");
-  line.className = "notice " + kind;
-  line.querySelector(".words").textContent = text;
+  const { kind, text, values, joined } = read(props.value) || { kind: "idle", text: "" };
+  const sentences = joined || [[text, values]];
+  part.className = "part notice " + kind;
+  part.setAttribute("aria-live", kind === "busy" ? "off" : "polite"); // not every token is spoken
+  line.textContent = sentences.map(([sentence, holes]) => t(sentence, holes)).join(" · ");
 }
-draw();
+subscribe("language", draw);
 watch("value", draw);

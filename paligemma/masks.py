@@ -15,6 +15,7 @@ Two files fit this architecture:
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import hf_hub_download
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -34,6 +36,7 @@ CODE_WIDTH = 512
 MASK_SIZE = 64
 HIDDEN_WIDTH = 128
 VAE_OID_SHA256 = "5586010257b8536dddefab65e7755077f21d5672d5674dacf911f73ae95a4447"
+VAE_OID_SPACE = "big-vision/paligemma"  # a Space of the publisher's that carries the file
 MAX_FILE_BYTES = 64 * 2**20
 # What a training file may hold beside the decoder: the encoder and the codebook's training counters.
 UNUSED_PREFIXES = ("encoder.", "_vq_vae._")
@@ -152,6 +155,18 @@ def load_parameters(module: nn.Module, path: Path, unused_prefixes: tuple[str, .
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ValueError(f"{path.name}: {name} is not made of finite floating-point numbers")
     module.load_state_dict({name: found[name].float() for name in wanted})
+
+
+def fetch_vae_oid() -> Path:
+    """Where `vae-oid.npz` lies in the hub's cache, downloaded if it was not there.
+
+    Raises OSError where it cannot be had, and ValueError where it is not the file of `VAE_OID_SHA256`.
+    """
+    path = Path(hf_hub_download(VAE_OID_SPACE, "vae-oid.npz", repo_type="space"))
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != VAE_OID_SHA256:
+        raise ValueError(f"vae-oid.npz of {VAE_OID_SPACE} has the SHA-256 {found}; allowed is {VAE_OID_SHA256}")
+    return path
 
 
 def _read_file(path: Path) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,19 +13,35 @@ import torch
 from PIL import Image
 
 from paligemma.generation import Candidate, GenerationResult, Step, Timing
+from paligemma.lens import Inspection, LensRow
+from paligemma.processing import ImageSettings, image_to_pixels
 
 ALTERNATIVES = ("▁other", "▁else")
 
 
+# 56 pixels a side, and patches of 14: what a processor says of itself.
+PROCESSOR = SimpleNamespace(
+    image_size=56,
+    num_image_tokens=16,
+    image_settings=ImageSettings(),
+    image_to_pixels=partial(image_to_pixels, size=56),
+)
+
+
 class FakeModel:
-    """Writes `pieces`, one a step, and ends with `<eos>`. Records what it was asked and whether it was closed."""
+    """Writes `pieces`, one a step, and ends with `<eos>`. Records what it was asked and whether it was closed.
+
+    The token at a place has the id 10 * place, and its alternatives the two ids behind it. A forced id is written in
+    its place, as the model would.
+    """
 
     def __init__(self, pieces: tuple[str, ...] = ("▁a", "▁cat"), seconds_a_token: float = 0.0) -> None:
         self.pieces = (*pieces, "<eos>")
         self.seconds_a_token = seconds_a_token
         self.model = torch.nn.Linear(8, 8)
         self.config = SimpleNamespace(text_config=SimpleNamespace(final_logit_softcapping=None))
-        self.device, self.dtype, self.revision = torch.device("cpu"), torch.float32, None
+        self.device, self.dtype, self.revision, self.source = torch.device("cpu"), torch.float32, None, "bundled"
+        self.processor = PROCESSOR
         self.requests: list[dict[str, Any]] = []
         self.closed_after: int | None = None
 
@@ -34,7 +51,7 @@ class FakeModel:
         try:
             for index in range(len(self.pieces)):
                 time.sleep(self.seconds_a_token)
-                steps.append(self._step(index, options["top_n"]))
+                steps.append(self._step(index, options["top_n"], options.get("forced_ids", ()), steps))
                 yield steps[-1]
         finally:
             self.closed_after = len(steps)
@@ -47,14 +64,26 @@ class FakeModel:
             seed=7,
         )
 
-    def _step(self, index: int, top_n: int) -> Step:
+    def _step(self, index: int, top_n: int, forced_ids: tuple[int, ...], steps: list[Step]) -> Step:
         is_last = index == len(self.pieces) - 1
-        texts = ["" if piece == "<eos>" else piece.replace("▁", " ") for piece in self.pieces]
         top = tuple(
             make_candidate(10 * index + rank, piece, 5.0 - rank)
             for rank, piece in enumerate((self.pieces[index], *ALTERNATIVES)[:top_n])
         )
-        return make_step(top, index, "".join(texts[: index + 1]), texts[index], "eos" if is_last else None)
+        forced = forced_ids[index] if index < len(forced_ids) else None
+        place = next((place for place, candidate in enumerate(top) if candidate.token_id == forced), 0)
+        piece = top[place].piece
+        delta = "" if piece == "<eos>" else piece.replace("▁", " ")
+        text = (steps[-1].text if steps else "") + delta
+        return make_step(top, index, text, delta, "eos" if is_last else None, top[place], place + 1)
+
+
+def fake_inspection(model: Any, image: Any, prompt: str, token_ids: Any, index: int) -> Inspection:
+    """In place of `paligemma.lens.inspect`: 2 layers of 2 heads that all look at patch `index`, of 4 x 4."""
+    attention = torch.zeros(2, 2, 16)
+    attention[..., index % 16] = 0.5
+    lens = tuple(LensRow(layer, token_ids[index], "▁cat", 0.25 * (layer + 1), 3 - layer, 1.5) for layer in range(3))
+    return Inspection(index, token_ids[index], "▁cat", (4, 4), attention, attention.sum(dim=-1), lens)
 
 
 def make_candidate(token_id: int, piece: str, logit: float, sampled_prob: float | None = None) -> Candidate:

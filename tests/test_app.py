@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -11,79 +11,124 @@ import sys
 import threading
 import time
 import urllib.request
-from argparse import Namespace
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import gradio as gr
 import pytest
-from fake_model import FakeModel
+from fake_model import FakeModel, fake_inspection
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 
 import app
 import paligemma
-from paligemma.view import words
+from paligemma import lens
+from paligemma.view import models, runner, words
+from paligemma.view.examples import Example
+from paligemma.view.models import ModelHost
+from paligemma.view.runner import Update
+from paligemma.view.visit import Visit
 
 ROOT = Path(__file__).parents[1]
+BUNDLED_MASKS = ROOT / "assets/demo/mask_decoder.safetensors"
 DECODING = {"max_new_tokens": 16, "temperature": 0, "top_k": 0, "top_p": 1, "seed": None, "top_n": 3}
 
 
-def make_host(load: Callable | None, name: str = "scripted") -> app.ModelHost:
-    host = app.ModelHost(name, load)
+def make_host(load: Callable | None, name: str = "scripted") -> ModelHost:
+    host = ModelHost(name, load)
     host.start()
     return host
 
 
-def ready_host(model: FakeModel) -> app.ModelHost:
-    host = make_host(lambda progress: model)
+def ready_host(model: FakeModel, name: str = "scripted") -> ModelHost:
+    host = make_host(lambda progress: model, name)
     assert host._finished.wait(10)
     return host
 
 
-def run_page(host: app.ModelHost, picture: Path | None, prompt: str = "caption en", **changes) -> list[app.PageUpdate]:
-    upload = {"path": str(picture)} if picture else None
-    return list(app.answer_on_page(host, app.RunControl(), upload, prompt, *{**DECODING, **changes}.values()))
+def make_visit(model: FakeModel | None = None, *others: ModelHost) -> Visit:
+    return Visit((ready_host(model or FakeModel()), *others))
 
 
-def run_api(host: app.ModelHost, picture: Path | None, prompt: str = "caption en", **changes) -> list[dict]:
-    upload = {"path": str(picture)} if picture else None
-    return list(app.answer_over_api(host, upload, prompt, **{**DECODING, **changes}))
+def upload(picture: Path | None) -> dict | None:
+    return {"path": str(picture)} if picture else None
+
+
+def ask(visit: Visit, picture: Path | None, prompt: str = "caption en", **changes) -> dict:
+    return app.ask(visit, upload(picture), prompt, *{**DECODING, **changes}.values())
+
+
+def run_page(visit: Visit, picture: Path | None, prompt: str = "caption en", **changes) -> list[Update]:
+    ask(visit, picture, prompt, **changes)
+    return list(app.answer_on_page(visit))
+
+
+def run_api(host: ModelHost, picture: Path | None, prompt: str = "caption en", **changes) -> list[dict]:
+    return list(app.answer_over_api((host,), upload(picture), prompt, **{**DECODING, **changes}))
+
+
+def shown_pieces(updates: list[Update]) -> list[str]:
+    """What the strip shows once all updates have reached it."""
+    pieces: list[str] = []
+    for update in updates:
+        if update.strip != gr.skip():
+            assert update.strip["start"] <= len(pieces)
+            pieces[update.strip["start"] :] = [token["piece"] for token in update.strip["tokens"]]
+    return pieces
+
+
+def event(**fields) -> gr.EventData:
+    return gr.EventData(None, fields)
 
 
 # Handlers
 
 
-def test_the_page_shows_the_answer_its_tokens_and_the_newest_candidates(picture_file, monkeypatch):
-    monkeypatch.setattr(app, "UPDATE_INTERVAL_S", 0)
-    updates = run_page(ready_host(FakeModel(("▁a", "▁cat"))), picture_file)
-    shown = [update for update in updates if isinstance(update.answer, str) and update.answer]
-    assert [update.answer for update in shown] == [" a", " a cat", " a cat", " a cat"]
-    assert [len(update.tokens["rows"]) for update in shown] == [1, 2, 3, 3]
-    assert [update.candidates["title"] for update in shown[:3]] == ["Token 1: ␣a", "Token 2: ␣cat", "Token 3: <eos>"]
-    assert updates[-1].notice["kind"] == "done"
-    assert [step.piece for step in updates[-1].steps] == ["▁a", "▁cat", "<eos>"]
+def test_the_strip_gets_each_token_once(picture_file, monkeypatch):
+    monkeypatch.setattr(runner, "UPDATE_INTERVAL_S", 0)
+    updates = run_page(make_visit(FakeModel(("▁a", "▁cat"))), picture_file)
+    added = [[token["piece"] for token in update.strip["tokens"]] for update in updates if update.strip != gr.skip()]
+    assert added == [[], ["␣a"], ["␣cat"], ["<eos>"], []]
+    assert words.spoken(updates[-1].notice).startswith("The answer is complete · 3 tokens · picture 0.01 s")
+    assert updates[-1].strip["done"]
 
 
 def test_the_page_is_updated_at_most_twenty_times_a_second(picture_file):
-    updates = run_page(ready_host(FakeModel(("▁a",) * 200, seconds_a_token=0.001)), picture_file)
+    updates = run_page(make_visit(FakeModel(("▁a",) * 200, seconds_a_token=0.001)), picture_file)
     assert len(updates) < 100
-    assert len(updates[-1].tokens["rows"]) == 201
+    assert len(shown_pieces(updates)) == 201
 
 
-def both_handlers(host: app.ModelHost, upload: dict | None) -> tuple[Iterator, Iterator]:
-    return (
-        app.answer_on_page(host, app.RunControl(), upload, "caption en", *DECODING.values()),
-        app.answer_over_api(host, upload, "caption en", **DECODING),
-    )
+def test_the_picture_and_the_runs_are_shown_as_a_run_begins(picture_file):
+    visit = make_visit()
+    updates = run_page(visit, picture_file, "detect cat")
+    (scene,) = [update.scene for update in updates if update.scene != gr.skip()]
+    assert (scene["width"], scene["height"], scene["side"]) == (64, 48, 56)
+    assert updates[-1].runs["runs"][0]["prompt"] == "detect cat"
+    again = run_page(visit, picture_file)
+    assert all(update.scene == gr.skip() for update in again)  # it is there already
+    assert [row["number"] for row in again[-1].runs["runs"]] == [1, 2]
+
+
+def test_objects_are_sent_only_when_they_change(picture_file, monkeypatch):
+    monkeypatch.setattr(runner, "UPDATE_INTERVAL_S", 0)
+    pieces = ("<loc0256>", "<loc0512>", "<loc0768>", "<loc1023>", "▁cat", "▁;", "▁", "▁a", "▁b")
+    updates = run_page(make_visit(FakeModel(pieces)), picture_file)
+    sent = [len(update.objects["objects"]) for update in updates if update.objects != gr.skip()]
+    assert len(sent) < len(pieces) and sent[0] == 0 and sent[-1] == 1
+
+
+def both_handlers(visit: Visit, picture: Path | None) -> tuple[Iterator, Iterator]:
+    return app.answer_on_page(visit), app.answer_over_api(visit.hosts, upload(picture), "caption en", **DECODING)
 
 
 def test_the_first_event_comes_before_any_work():
-    host = SimpleNamespace()  # has nothing that work could be done with
-    for events in both_handlers(host, None):
+    for events in (app.answer_on_page(SimpleNamespace()), app.answer_over_api((), None, "caption en", **DECODING)):
         assert next(events) is not None
+    for looking in (app.look_inside, app.picture_shares):
+        assert next(looking(SimpleNamespace(), event())) is not None
+    assert next(app.inspect_over_api((), None, "", [], 0)) is None
 
 
 @pytest.mark.parametrize(
@@ -97,23 +142,25 @@ def test_the_first_event_comes_before_any_work():
 )
 def test_a_bad_request_becomes_a_line_of_the_page_and_an_error_of_the_api(picture_file, change, message):
     request = {"picture": picture_file, **change}
-    host = ready_host(FakeModel())
-    last = run_page(host, **request)[-1]
+    visit = make_visit()
+    last = run_page(visit, **request)[-1]
     assert last.notice["kind"] == "error" and message in last.notice["text"]
-    assert last.answer == gr.skip()  # what stands there stays
+    assert last.strip == gr.skip()  # what stands there stays
     with pytest.raises(gr.Error, match=message):
-        run_api(host, **request)
-    assert not host.model.requests
+        run_api(visit.host, **request)
+    assert not visit.host.model.requests
 
 
 def test_what_was_written_stays_when_the_model_fails_half_way(picture_file, monkeypatch):
+    monkeypatch.setattr(runner, "UPDATE_INTERVAL_S", 0)
     model = FakeModel(("▁a", "▁cat"))
     written = model.stream
     monkeypatch.setattr(model, "stream", lambda *args, **kwargs: break_after(1, written(*args, **kwargs)))
-    updates = run_page(ready_host(model), picture_file)
-    assert updates[-1].notice == words.notice("error", words.explain(RuntimeError()))
-    assert updates[-1].answer == gr.skip()
-    assert updates[-2].answer == " a"
+    visit = make_visit(model)
+    updates = run_page(visit, picture_file)
+    assert updates[-1].notice == words.failure(RuntimeError())
+    assert shown_pieces(updates) == ["␣a"]
+    assert visit.history.current.finish_reason == "stopped" and visit.control.finished
 
 
 def break_after(count: int, stream: Iterator) -> Iterator:
@@ -124,7 +171,9 @@ def break_after(count: int, stream: Iterator) -> Iterator:
 @pytest.mark.parametrize("which", [0, 1])
 def test_closing_a_handler_closes_the_model_s_stream(which, picture_file):
     model = FakeModel(("▁a",) * 50, seconds_a_token=0.06)
-    events = both_handlers(ready_host(model), {"path": str(picture_file)})[which]
+    visit = make_visit(model)
+    ask(visit, picture_file)
+    events = both_handlers(visit, picture_file)[which]
     for _ in range(5):  # beyond what either handler yields before the model runs
         next(events)
     events.close()
@@ -133,13 +182,20 @@ def test_closing_a_handler_closes_the_model_s_stream(which, picture_file):
 
 def test_the_model_gets_what_the_controls_say(picture_file):
     model = FakeModel()
-    run_page(ready_host(model), picture_file, "detect cat", temperature=0.5, top_k=4, top_p=0.9, seed=3, top_n=2)
+    run_page(make_visit(model), picture_file, "detect cat", temperature=0.5, top_k=4, top_p=0.9, seed=3, top_n=2)
     (request,) = model.requests
-    assert request.pop("image").size == (64, 48)
+    assert request.pop("image").size == (56, 56)  # what the model sees
     assert request == {
         "prompt": "detect cat", "max_new_tokens": 16, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "seed": 3,
         "top_n": 2, "forced_ids": (), "time_limit": 600.0,
     }  # fmt: skip
+
+
+def test_a_run_without_a_seed_gets_one_and_keeps_it(picture_file):
+    visit = make_visit()
+    run_page(visit, picture_file, temperature=1.0)
+    seed = visit.history.current.request["seed"]
+    assert isinstance(seed, int) and visit.host.model.requests[0]["seed"] == seed
 
 
 def test_the_api_sends_an_event_a_token_and_closes_with_objects_and_times(picture_file):
@@ -151,69 +207,254 @@ def test_the_api_sends_an_event_a_token_and_closes_with_objects_and_times(pictur
     assert set(events[3]) - set(events[2]) == {"detections", "timing"}
 
 
-def test_choosing_a_row_shows_its_candidates(picture_file):
-    steps = run_page(ready_host(FakeModel(("▁a", "▁cat"))), picture_file)[-1].steps
-    assert app.show_candidates(steps, gr.EventData(None, {"index": 1}))["title"] == "Token 2: ␣cat"
-    for unknown in (-1, 3, "1", None):
-        assert app.show_candidates(steps, gr.EventData(None, {"index": unknown})) == gr.skip()
+def test_the_page_s_numbers_are_the_api_s(picture_file):
+    visit = make_visit(FakeModel(("▁a", "▁cat")))
+    run_page(visit, picture_file)
+    events = [event["step"] for event in run_api(visit.host, picture_file) if event["step"]]
+    entries = app.send_all_tokens(visit)["tokens"]
+    for entry, step in zip(entries, events, strict=True):
+        assert (entry["id"], entry["prob"], entry["entropy"]) == (step["token_id"], step["prob"], step["entropy"])
+        assert [row["id"] for row in entry["rows"]] == [candidate["token_id"] for candidate in step["top"]]
+
+
+# Stopping, stepping, branching
 
 
 def test_stop_ends_a_run_behind_the_token_that_it_is_at(picture_file, monkeypatch):
-    monkeypatch.setattr(app, "UPDATE_INTERVAL_S", 0)
-    model, control = FakeModel(("▁a",) * 50), app.RunControl()
+    monkeypatch.setattr(runner, "UPDATE_INTERVAL_S", 0)
+    model = FakeModel(("▁a",) * 50)
+    visit = make_visit(model)
+    assert app.ask_to_stop(visit) == gr.skip()  # nothing runs
+    ask(visit, picture_file)
     updates = []
-    for update in app.answer_on_page(
-        ready_host(model), control, {"path": str(picture_file)}, "caption en", *DECODING.values()
-    ):
+    for update in app.answer_on_page(visit):
         updates.append(update)
-        if isinstance(update.steps, list) and len(update.steps) == 3:
-            assert app.ask_to_stop(control)["text"] == "Stopping after this token"
+        if len(shown_pieces(updates)) == 3 and not visit.control.stop_asked:
+            assert app.ask_to_stop(visit)["text"] == "Stopping after this token"
     assert model.closed_after == 4
-    assert updates[-1].notice["text"] == "Stopped after 4 tokens"
-    assert len(updates[-1].tokens["rows"]) == 4
-    assert app.ask_to_stop(control) == app.ask_to_stop(None) == gr.skip()  # nothing runs
+    assert words.spoken(updates[-1].notice) == "Stopped · 4 tokens"
+    assert len(shown_pieces(updates)) == 4
+    assert app.ask_to_stop(visit) == gr.skip()
 
 
 def test_a_run_that_was_stopped_before_its_turn_does_nothing(picture_file):
-    model, control = FakeModel(), app.RunControl()
-    control.stop_asked = True
-    updates = list(
-        app.answer_on_page(ready_host(model), control, {"path": str(picture_file)}, "caption en", *DECODING.values())
-    )
-    assert updates[-1].notice["text"] == "Stopped" and not model.requests
+    visit = make_visit()
+    ask(visit, picture_file)
+    app.ask_to_stop(visit)
+    updates = list(app.answer_on_page(visit))
+    assert updates[-1].notice["text"] == "Stopped" and not visit.host.model.requests
 
 
-def test_run_ends_the_run_before_it():
-    first, _ = app.begin_run(None)
-    second, notice = app.begin_run(first)
-    assert first.stop_asked and not second.stop_asked and notice["kind"] == "busy"
+def test_of_several_requests_in_line_only_the_newest_runs(picture_file):
+    visit = make_visit()
+    ask(visit, picture_file, "first")
+    control = visit.control
+    ask(visit, picture_file, "second")
+    assert control.stop_asked and not visit.control.stop_asked
+    assert len(list(app.answer_on_page(visit))) > 2
+    assert list(app.answer_on_page(visit)) == [Update(*[gr.skip()] * 5)]
+    assert [request["prompt"] for request in visit.host.model.requests] == ["second"]
+
+
+def test_a_branch_answers_anew_by_id_and_keeps_the_earlier_run(picture_file):
+    visit = make_visit(FakeModel(("▁a", "▁cat", "▁b")))
+    run_page(visit, picture_file)
+    app.ask_for_branch(visit, event(run=1, index=1, token_id=12))
+    updates = list(app.answer_on_page(visit))
+    assert visit.host.model.requests[-1]["forced_ids"] == (0, 12)
+    assert shown_pieces(updates) == ["␣a", "␣else", "␣b", "<eos>"]
+    rows = updates[-1].runs["runs"]
+    assert [(row["number"], row["depth"], row["branched_at"], row["piece"]) for row in rows] == [
+        (1, 0, None, ""), (2, 1, 2, "␣else"),
+    ]  # fmt: skip
+    tokens = app.send_all_tokens(visit)["tokens"]
+    assert [token["forced"] for token in tokens] == [True, True, False, False]
+    assert tokens[1]["chosen"] == 2 and tokens[1]["rows"][2]["id"] == 12
+
+
+def test_nothing_is_branched_from_what_does_not_exist(picture_file):
+    visit = make_visit()
+    assert app.ask_for_branch(visit, event(run=9, index=0, token_id=1)) == gr.skip()
+    assert list(app.answer_on_page(visit)) == [Update(*[gr.skip()] * 5)]
+
+
+def step_once(visit: Visit, picture: Path, prompt: str = "caption en") -> list[Update]:
+    app.ask_for_step(visit, upload(picture), prompt, *DECODING.values())
+    return list(app.answer_on_page(visit))
+
+
+def test_one_step_at_a_time_writes_the_same_run_on(picture_file):
+    visit = make_visit(FakeModel(("▁a", "▁cat")))
+    updates: list[Update] = []
+    for count in (1, 2, 3):
+        updates += step_once(visit, picture_file)
+        assert len(shown_pieces(updates)) == count
+    assert [request["forced_ids"] for request in visit.host.model.requests] == [(), (0,), (0, 10)]
+    assert len(list(visit.history)) == 1 and visit.history.current.finish_reason == "eos"
+    notice = app.ask_for_step(visit, upload(picture_file), "caption en", *DECODING.values())
+    assert notice["text"] == "The answer has ended; nothing follows."
+    step_once(visit, picture_file, "detect cat")  # another prompt begins another run
+    assert len(list(visit.history)) == 2
+
+
+def test_an_earlier_run_is_shown_again_as_it_was(picture_file):
+    visit = make_visit(FakeModel(("▁a", "▁cat")))
+    run_page(visit, picture_file)
+    run_page(visit, picture_file, "detect cat")
+    update = app.show_run(visit, event(run=1))
+    assert update.strip["run"] == 1 and update.strip["start"] == 0 and len(update.strip["tokens"]) == 3
+    assert [row["current"] for row in update.runs["runs"]] == [True, False]
+    assert app.show_run(visit, event(run=99)) == Update(*[gr.skip()] * 5)
+    assert app.compare_runs(visit, event(runs=[1, 2]))["compared"] is not None
+    assert app.compare_runs(visit, event(runs=[1, 99]))["compared"] is None
+
+
+# Looking inside, files
+
+
+def test_looking_inside_shows_the_token_that_was_asked_for(picture_file, monkeypatch):
+    monkeypatch.setattr(app.lens, "inspect", fake_inspection)
+    visit = make_visit()
+    run_page(visit, picture_file)
+    _, look = list(app.look_inside(visit, event(run=1, index=1)))[-1]
+    assert (look["run"], look["index"], look["attention"][0][0][1]) == (1, 1, 0.5)
+    _, shares = list(app.picture_shares(visit, event(run=1)))[-1]
+    assert shares == {"run": 1, "shares": [0.5, 0.5, 0.5]}
+    for unknown in ({"run": 9, "index": 0}, {"run": 1, "index": "0"}):
+        notice, look = list(app.look_inside(visit, event(**unknown)))[-1]
+        assert notice["kind"] == "error" and look == gr.skip()
+
+
+def test_a_run_is_exported_and_imported(picture_file):
+    visit = make_visit()
+    assert app.export_run(visit)[1] == gr.skip()  # there is none yet
+    run_page(visit, picture_file)
+    _, file = app.export_run(visit)
+    assert file["name"] == "run-1.json"
+    other = make_visit()
+    update = app.import_run(other, file["text"].encode())
+    assert [token["piece"] for token in update.strip["tokens"]] == ["␣a", "␣cat", "<eos>"]
+    assert update.runs["runs"][0]["imported"] and update.scene["width"] == 64
+    app.ask_for_branch(other, event(run=1, index=0, token_id=1))
+    assert "␣other" in shown_pieces(list(app.answer_on_page(other)))
+    bad = app.import_run(other, b"{}")
+    assert bad.notice["kind"] == "error" and bad.strip == gr.skip()
+
+
+def test_another_model_s_run_is_shown_but_not_continued(picture_file):
+    visit = make_visit()
+    run_page(visit, picture_file)
+    text = app.export_run(visit)[1]["text"].replace('"name": "scripted"', '"name": "other"')
+    app.import_run(visit, text.encode())
+    app.ask_for_branch(visit, event(run=2, index=0, token_id=1))
+    assert "made by other" in list(app.answer_on_page(visit))[-1].notice["text"]
+
+
+def test_objects_are_downloaded(picture_file):
+    visit = make_visit(FakeModel(("<loc0256>", "<loc0512>", "<loc0768>", "<loc1023>", "▁cat")))
+    run_page(visit, picture_file)
+    png, coco = (app.download_objects(visit, event(run=1, kind=kind)) for kind in ("png", "coco"))
+    assert png["type"] == "image/png" and '"bbox"' in coco["text"] and png["serial"] != coco["serial"]
+    assert app.download_objects(visit, event(run=9, kind="png")) == gr.skip()
+
+
+# The form
+
+
+def test_a_chosen_picture_is_shown_with_what_the_model_sees(picture_file, tmp_path):
+    visit = make_visit()
+    notice, scene = app.show_picture(visit, upload(picture_file))
+    assert notice == gr.skip() and scene["side"] == 56 and scene["patches"] == 16
+    assert app.show_picture(visit, None) == (gr.skip(), None)
+    (tmp_path / "text.png").write_text("no picture")
+    notice, scene = app.show_picture(visit, upload(tmp_path / "text.png"))
+    assert notice["kind"] == "error" and scene is None
+
+
+def test_a_task_chip_only_writes_the_prompt():
+    visit = make_visit()
+    chips = app.show_model(visit)[1]["chips"]
+    segment = next(index for index, chip in enumerate(chips) if chip["label"] == "segment")
+    assert app.write_prompt(visit, "detect cat", event(index=segment)) == "segment cat"
+    for unknown in (-1, 99, "1", None):
+        assert app.write_prompt(visit, "detect cat", event(index=unknown)) == gr.skip()
+    assert not visit.host.model.requests
+
+
+def test_a_picture_that_came_with_a_run_is_asked_about_like_a_chosen_one(picture_file):
+    visit = make_visit()
+    run_page(visit, picture_file)
+    other = make_visit()
+    app.import_run(other, app.export_run(visit)[1]["text"].encode())
+    assert shown_pieces(run_page(other, None, "detect cat")) == ["␣a", "␣cat", "<eos>"]
+
+
+def test_an_example_fills_the_form_in_and_runs(picture_file):
+    visit = make_visit()
+    visit.examples = (Example(picture_file, "detect cat", "me"),)
+    picture, prompt, _ = app.ask_for_example(visit, event(index=0), *DECODING.values())
+    assert (picture, prompt) == (str(picture_file), "detect cat")
+    assert shown_pieces(list(app.answer_on_page(visit))) == ["␣a", "␣cat", "<eos>"]
+    assert app.ask_for_example(visit, event(index=1), *DECODING.values()) == (gr.skip(),) * 3
 
 
 # The model's state
 
 
 def test_requests_wait_while_the_model_loads(picture_file, monkeypatch):
-    monkeypatch.setattr(app, "WAIT_INTERVAL_S", 0.02)
+    monkeypatch.setattr(models, "WAIT_INTERVAL_S", 0.02)
     may_load = threading.Event()
     host = make_host(lambda progress: may_load.wait(10) and FakeModel())
-    events = app.answer_over_api(host, {"path": str(picture_file)}, "caption en", **DECODING)
+    events = app.answer_over_api((host,), upload(picture_file), "caption en", **DECODING)
     assert [next(events)["step"] for _ in range(4)] == [None] * 4
-    assert host.loading and host.describe()[0]["state"] == "loading"
+    assert host.loading and host.describe()["state"] == "loading"
     may_load.set()
     assert [event["step"]["piece"] for event in events if event["step"]] == ["▁a", "▁cat", "<eos>"]
-    assert host.describe()[0]["state"] == "ready"
+    assert host.describe()["state"] == "ready"
 
 
 def test_the_badge_follows_the_loading_and_then_rests():
     may_load = threading.Event()
     host = make_host(lambda progress: progress(1, 4) or (may_load.wait(10) and FakeModel()))
-    while "25%" not in host.notice["text"]:
+    visit = Visit((host,))
+    while "25%" not in words.spoken(host.notice):
         time.sleep(0.01)
-    assert app.show_model(host)[1].active
+    notice, chips, _, timer = app.show_model(visit)
+    assert timer.active and not chips["chips"] and words.spoken(notice) == "Loading scripted: 25%"
     may_load.set()
     assert host._finished.wait(10)
-    notice, timer = app.show_model(host)
+    notice, chips, inspector, timer = app.show_model(visit)
     assert notice == words.notice("done", "scripted · 0 K · float32 · cpu") and not timer.active
+    assert chips["chips"] and inspector == {"soft_cap": None}
+
+
+def test_models_of_the_list_are_loaded_when_they_are_chosen(picture_file):
+    second = ModelHost("second", lambda progress: FakeModel(("▁second",)))
+    visit = make_visit(FakeModel(("▁first",)), second)
+    assert shown_pieces(run_page(visit, picture_file)) == ["␣first", "<eos>"]
+    assert second.loading
+    app.choose_model(visit, "second")
+    assert shown_pieces(run_page(visit, picture_file)) == ["␣second", "<eos>"]
+    with pytest.raises(gr.Error, match="allowed are scripted, second"):
+        list(app.answer_over_api(visit.hosts, upload(picture_file), "a", **DECODING, model="third"))
+
+
+def test_a_mask_decoder_that_cannot_be_had_is_no_reason_not_to_answer(tmp_path):
+    def refuse() -> Path:
+        raise OSError("offline")
+
+    found, fetched, missing = (
+        ModelHost("m", lambda progress: FakeModel(), files, fetch)
+        for files, fetch in (
+            ([tmp_path / "none.npz", BUNDLED_MASKS], refuse),
+            ([tmp_path / "none.npz"], lambda: BUNDLED_MASKS),
+            ([tmp_path / "none.npz"], refuse),
+        )
+    )
+    for host in (found, fetched, missing):
+        host.start()
+        assert host._finished.wait(10) and host.state == "ready"
+    assert found.mask_decoder and fetched.mask_decoder and missing.mask_decoder is None
 
 
 @pytest.mark.parametrize(
@@ -229,32 +470,34 @@ def test_a_model_that_does_not_load_is_said_so(error, message, picture_file):
 
     host = make_host(fail, name="broken")
     assert host._finished.wait(10)
-    assert "broken could not be loaded" in host.notice["text"] and message in host.notice["text"]
-    assert "secret" not in host.notice["text"]
-    assert run_page(host, picture_file)[-1].notice == host.notice
+    said = words.spoken(host.notice)
+    assert "broken could not be loaded" in said and message in said and "secret" not in said
+    assert run_page(Visit((host,)), picture_file)[-1].notice["text"] == said
 
 
 def test_without_a_model_the_page_says_how_to_name_one(picture_file, monkeypatch, tmp_path):
     monkeypatch.setattr(app, "ASSETS", tmp_path)
-    arguments = Namespace(model=None, revision=None, device="auto", dtype="auto")
-    host = app.make_host(arguments)
+    (host,) = app.make_hosts(app.build_parser().parse_args([]))
     host.start()
-    assert run_page(host, picture_file)[-1].notice == words.notice("error", words.NO_MODEL)
+    assert run_page(Visit((host,)), picture_file)[-1].notice == words.notice("error", words.NO_MODEL)
     with pytest.raises(gr.Error, match="--model"):
         run_api(host, picture_file)
 
 
-def test_the_model_s_name_comes_from_the_command_line_or_the_environment(monkeypatch):
+def test_models_come_from_the_command_line_or_the_environment(monkeypatch):
+    def names(*arguments: str) -> list[str]:
+        return [host.name for host in app.make_hosts(app.build_parser().parse_args(arguments))]
+
     monkeypatch.setenv("MODEL_ID", "someone/from-environment")
-    assert app.build_parser().parse_args([]).model == "someone/from-environment"
-    assert app.build_parser().parse_args(["--model", "someone/named"]).model == "someone/named"
-    assert app.make_host(app.build_parser().parse_args([])).name == "someone/from-environment"
+    assert names() == ["someone/from-environment"]
+    assert names("--model", "someone/named", "someone/other") == ["someone/named", "someone/other"]
     monkeypatch.setenv("MODEL_ID", "")
-    assert app.build_parser().parse_args([]).model is None
+    assert app.build_parser().parse_args([]).model == []
 
 
 def test_a_folder_is_shown_by_its_own_name_only(tiny_checkpoint):
-    assert app.make_host(app.build_parser().parse_args(["--model", str(tiny_checkpoint)])).name == "tiny-random"
+    (host,) = app.make_hosts(app.build_parser().parse_args(["--model", str(tiny_checkpoint)]))
+    assert host.name == "tiny-random"
 
 
 # Wiring
@@ -267,24 +510,27 @@ def config() -> dict:
 
 def test_only_the_api_s_endpoints_are_public(config):
     public = {event["api_name"] for event in config["dependencies"] if event["api_visibility"] == "public"}
-    assert public == {"generate", "models"}
+    assert public == {"generate", "inspect", "models"}
 
 
 def test_no_template_holds_data(config):
     parts = [component["props"] for component in config["components"] if component["type"] == "html"]
-    assert len(parts) >= 4
-    for props in parts:
-        if "PaliGemma, token by token" not in str(props["value"]):
-            assert not re.search(r"[{$`\\]", props["html_template"])
+    assert len(parts) >= 10
+    assert {props["html_template"] for props in parts} == {'<div class="part"></div>'}
 
 
 def test_every_event_that_runs_the_model_shares_one_queue():
     blocks = app.build_app(ready_host(FakeModel()))
-    running = [
-        event for event in blocks.fns.values() if isinstance(event.fn, partial) and "answer" in event.fn.func.__name__
-    ]
-    assert len(running) == 2
-    assert {(event.concurrency_id, event.concurrency_limit) for event in running} == {("model", 1)}
+    running = (app.answer_on_page, app.look_inside, app.picture_shares, app.answer_over_api, app.inspect_over_api)
+    events = [event for event in blocks.fns.values() if getattr(event.fn, "func", event.fn) in running]
+    assert len(events) == 8  # a run has four ways to begin
+    assert {(event.concurrency_id, event.concurrency_limit) for event in events} == {("model", 1)}
+
+
+def test_a_visit_begins_with_the_server_s_own_models():
+    visit = make_visit()
+    copied = copy.deepcopy(visit)
+    assert copied.host is visit.host and copied.history is not visit.history
 
 
 # Launched
@@ -293,7 +539,7 @@ def test_every_event_that_runs_the_model_shares_one_queue():
 @pytest.fixture(scope="module")
 def client(tiny_checkpoint) -> Iterator[Client]:
     arguments = app.build_parser().parse_args(["--model", str(tiny_checkpoint), "--device", "cpu"])
-    host = app.make_host(arguments)
+    (host,) = app.make_hosts(arguments)
     host.start()
     blocks = app.build_app(host)
     app.launch(blocks, prevent_thread_lock=True, quiet=True)
@@ -301,14 +547,14 @@ def client(tiny_checkpoint) -> Iterator[Client]:
     blocks.close()
 
 
-def ask(client: Client, picture: Path, **changes) -> list[dict]:
+def stream(client: Client, picture: Path, **changes) -> list[dict]:
     request = {"image": handle_file(picture), "prompt": "detect cat", "max_new_tokens": 6, "top_n": 4}
     job = client.submit(**{**request, **changes}, api_name="/generate")
     return list(job)
 
 
 def test_a_stream_through_the_client_is_an_event_a_token_in_order(client, picture_file, tiny_checkpoint):
-    events = [event for event in ask(client, picture_file) if event["step"]]
+    events = [event for event in stream(client, picture_file) if event["step"]]
     assert [event["step"]["index"] for event in events] == list(range(len(events)))
     assert all(event["step"]["top"][0]["token_id"] == event["step"]["token_id"] for event in events)
     assert all(len(event["step"]["top"]) == 4 for event in events)
@@ -323,13 +569,13 @@ def test_a_stream_through_the_client_is_an_event_a_token_in_order(client, pictur
 
 
 def test_forced_ids_begin_the_answer(client, picture_file):
-    free = [event["step"]["token_id"] for event in ask(client, picture_file) if event["step"]]
-    other = ask(client, picture_file, forced_ids=[*free[:2], free[0]])
+    free = [event["step"]["token_id"] for event in stream(client, picture_file) if event["step"]]
+    other = stream(client, picture_file, forced_ids=[*free[:2], free[0]])
     assert [event["step"]["token_id"] for event in other if event["step"]][:3] == [*free[:2], free[0]]
 
 
 def test_the_same_seed_gives_the_same_answer_over_the_api(client, picture_file):
-    first, second = (ask(client, picture_file, temperature=1.0, seed=5)[-1]["text"] for _ in range(2))
+    first, second = (stream(client, picture_file, temperature=1.0, seed=5)[-1]["text"] for _ in range(2))
     assert first == second
 
 
@@ -351,6 +597,17 @@ def test_the_server_opens_no_file_that_was_not_uploaded(client):
             image={"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}, prompt="a", api_name="/generate"
         )
     assert "passwd" not in str(refusal.value)
+
+
+def test_a_step_is_inspected_over_the_api(client, picture_file, tiny_checkpoint):
+    ids = [event["step"]["token_id"] for event in stream(client, picture_file) if event["step"]]
+    seen = client.predict(
+        image=handle_file(picture_file), prompt="detect cat", token_ids=ids, index=2, api_name="/inspect"
+    )
+    found = lens.inspect(paligemma.load(tiny_checkpoint), app.open_picture(picture_file), "detect cat", ids, 2)
+    assert seen["grid"] == list(found.grid)
+    assert seen["attention"][1][0] == pytest.approx(found.attention[1, 0].tolist(), abs=1e-5)
+    assert seen["lens"][-1]["token_id"] == found.lens[-1].token_id
 
 
 def test_the_models_are_listed(client):

@@ -1,15 +1,22 @@
-"""What a person does on the page, in headless Chromium, with a scripted model."""
+"""What a person does on the page, in headless Chromium, with a scripted model of 100 ms a token."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from fake_model import FakeModel
+from fake_model import FakeModel, fake_inspection
+from gradio_client import Client, handle_file
 
 import app
+from paligemma.view.models import ModelHost
 
 pytestmark = pytest.mark.browser
+# Generous, for machines that have other things to do.
+TIMEOUT_MS = int(os.environ.get("BROWSER_TIMEOUT_S", "60")) * 1000
 
 HOSTILE = (
     "${alert(1)}",
@@ -21,8 +28,10 @@ HOSTILE = (
     "<b onmouseover=alert(1)>",
     "&lt;",
 )
-PIECES = ("<loc0100>", "▁cat", "\n", *HOSTILE)
-SHOWN = ["<loc0100>", "␣cat", "↵", *(piece.replace(" ", "␣") for piece in HOSTILE), "<eos>"]
+PIECES = ("▁a", "▁cat", "\n", *HOSTILE)
+SHOWN = ["␣a", "␣cat", "↵", *(piece.replace(" ", "␣") for piece in HOSTILE), "<eos>"]
+# A box from a quarter to three quarters, both ways, with a hostile label, and one that lacks a location.
+BOXES = ("<loc0256>", "<loc0256>", "<loc0768>", "<loc0768>", *HOSTILE[:1], "▁;", "<loc0001>", "▁dog", *["▁and"] * 8)
 
 
 @pytest.fixture(scope="module")
@@ -32,26 +41,34 @@ def model() -> FakeModel:
 
 @pytest.fixture(scope="module")
 def url(model) -> Iterator[str]:
-    host = app.ModelHost("scripted <b>model</b>", lambda progress: model)
+    host = ModelHost("scripted <b>model</b>", lambda progress: model)
     host.start()
+    inspect, app.lens.inspect = app.lens.inspect, fake_inspection
     blocks = app.build_app(host)
     app.launch(blocks, prevent_thread_lock=True, quiet=True)
     yield blocks.local_url
     blocks.close()
+    app.lens.inspect = inspect
+
+
+def open_page(browser, url, width: int = 1280, **settings):
+    page = browser.new_page(viewport={"width": width, "height": 900}, **{"locale": "en-US", **settings})
+    page.set_default_timeout(TIMEOUT_MS)
+    page.goto(url)
+    page.wait_for_selector("#badge .notice.done")
+    page.wait_for_selector("#tasks .chip")
+    return page
 
 
 @pytest.fixture
 def page(browser, url, picture_file) -> Iterator:
     """The page with a picture in it. No dialog and no script error may appear on it."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
-    page.set_default_timeout(60_000)
+    page = open_page(browser, url, color_scheme="light")
     alarms: list[str] = []
     page.on("dialog", lambda dialog: (alarms.append(dialog.message), dialog.dismiss()))
     page.on("pageerror", lambda error: alarms.append(str(error)))
-    page.goto(url)
-    page.wait_for_selector("#badge .notice.done")
     page.set_input_files("#picture input[type=file]", str(picture_file))
-    page.wait_for_selector("#picture img")
+    page.wait_for_selector("#scene .picture img")
     yield page
     page.close()
     assert not alarms
@@ -60,113 +77,277 @@ def page(browser, url, picture_file) -> Iterator:
 def run(page, prompt: str = "detect cat") -> None:
     page.fill("#prompt textarea", prompt)
     page.press("#prompt textarea", "Enter")
+    page.wait_for_selector("#notice .notice.busy")
 
 
 def wait_until_done(page) -> None:
     page.wait_for_selector("#notice .notice.done")
 
 
-def tokens(page) -> list[str]:
-    return page.locator("#tokens tbody td.text").all_text_contents()
-
-
-def test_enter_runs_and_tokens_appear_one_by_one(page, model):
-    run(page)
-    seen = [page.wait_for_function(f"document.querySelectorAll('#tokens tbody tr').length >= {n}") for n in (1, 4, 8)]
-    assert seen and page.locator("#notice .notice.busy").count() == 1
+def run_to_the_end(page, prompt: str = "detect cat") -> None:
+    run(page, prompt)
     wait_until_done(page)
-    assert model.requests[-1]["prompt"] == "detect cat"
-    assert tokens(page) == SHOWN
-    assert page.input_value("#answer textarea").endswith("&lt;")
 
 
-def test_while_it_streams_the_newest_token_s_candidates_are_shown(page):
+def pieces(page) -> list[str]:
+    return page.locator("#strip .token").all_text_contents()
+
+
+def chosen(page) -> str:
+    return page.inner_text("#inspector .head strong")
+
+
+def wait_for_tokens(page, count: int) -> None:
+    page.wait_for_function(f"document.querySelectorAll('#strip .token').length >= {count}")
+
+
+def test_enter_runs_and_chips_and_candidates_appear_one_by_one(page, model):
     page.evaluate(
         """() => {
-          window.titles = [];
-          const title = document.querySelector("#candidates .title");
-          new MutationObserver(() => window.titles.push(title.textContent)).observe(title, { childList: true });
+          window.heads = [];
+          const seen = () => window.heads.push(document.querySelector("#inspector .head strong")?.textContent);
+          new MutationObserver(seen).observe(document.querySelector("#inspector"), { childList: true, subtree: true });
         }"""
     )
     run(page)
+    for count in (1, 4, 8):
+        wait_for_tokens(page, count)
+    assert page.locator("#notice .notice.busy").count() == 1
     wait_until_done(page)
-    numbers = [int(title.split()[1].rstrip(":")) for title in page.evaluate("titles") if title.startswith("Token ")]
+    assert model.requests[-1]["prompt"] == "detect cat"
+    assert pieces(page) == SHOWN
+    assert page.inner_text("#strip .text").endswith("&lt;")
+    numbers = [int(head.split()[1]) for head in page.evaluate("heads") if head]
     assert numbers == sorted(numbers) and len(set(numbers)) > 3
-    assert page.inner_text("#candidates .title") == f"Token {len(SHOWN)}: <eos>"
+    assert chosen(page).startswith(f"Token {len(SHOWN)} of {len(SHOWN)}: <eos>")
+
+
+def test_nothing_jumps_while_the_answer_grows(page):
+    run(page)
+    wait_for_tokens(page, 1)
+    tops = (
+        "['#strip .line', '#inspector table'].map((part) => document.querySelector(part).getBoundingClientRect().top)"
+    )
+    before = page.evaluate(tops)
+    wait_until_done(page)
+    assert page.evaluate(tops) == before
 
 
 def test_text_of_a_model_or_a_person_stays_text(page):
-    run(page, "${alert(1)} <img src=x onerror=alert(1)> {{constructor}}")
-    wait_until_done(page)
-    for number, text in enumerate(SHOWN, start=1):
-        page.click(f"#tokens tbody tr:nth-child({number})")
-        page.wait_for_function(
-            "title => document.querySelector('#candidates .title').textContent === title", arg=f"Token {number}: {text}"
-        )
-        assert page.locator("#candidates tbody td.text").first.text_content() == text
-    assert page.locator("#tokens img, #candidates img, #badge b").count() == 0
+    run_to_the_end(page, "${alert(1)} <img src=x onerror=alert(1)> {{constructor}}")
+    for index, text in enumerate(SHOWN):
+        page.click(f"#strip .token[data-index='{index}']")
+        assert chosen(page).startswith(f"Token {index + 1} of {len(SHOWN)}: {text}")
+        assert page.locator("#inspector tbody td.text").first.text_content() == text
+    page.click("#tab-panel-runs")
+    assert "<img src=x onerror=alert(1)>" in page.inner_text("#runs")
+    assert page.locator("#answer img, #badge b").count() == 0
     assert "scripted <b>model</b>" in page.inner_text("#badge")
 
 
-def test_rows_are_chosen_with_the_keyboard_too(page):
-    run(page)
-    wait_until_done(page)
-    page.click("#tokens tbody tr:nth-child(2)")
-    for key, number in (("ArrowDown", 3), ("End", len(SHOWN)), ("ArrowUp", len(SHOWN) - 1), ("Home", 1)):
+def test_tokens_are_chosen_with_the_keyboard_and_on_the_line(page):
+    run_to_the_end(page)
+    page.click("#strip .token[data-index='1']")
+    last = len(SHOWN)
+    for key, number in (("ArrowRight", 3), ("End", last), ("ArrowLeft", last - 1), ("Home", 1)):
         page.keyboard.press(key)
-        page.wait_for_function(
-            "start => document.querySelector('#candidates .title').textContent.startsWith(start)",
-            arg=f"Token {number}:",
-        )
-        assert page.locator("#tokens tr[aria-selected=true]").get_attribute("tabindex") == "0"
+        assert chosen(page).startswith(f"Token {number} ")
+        assert page.locator("#strip [aria-selected=true]").get_attribute("tabindex") == "0"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.className").endswith("branch")
+    line = page.locator("#strip .line")
+    line.click(position={"x": line.bounding_box()["width"] - 12, "y": 20})
+    assert chosen(page).startswith(f"Token {last} ")
+    for way in ("entropy", "rank", "probability"):
+        page.select_option("#strip .legend select", way)
+        assert page.input_value("#strip .legend select") == way
 
 
-def test_stop_ends_the_run_and_keeps_what_was_written(page, model, monkeypatch):
-    monkeypatch.setattr(model, "seconds_a_token", 1.0)
+def test_the_chosen_row_and_its_numbers_are_the_step_s(page, url):
+    run_to_the_end(page)
+    image = str(Path(app.ASSETS / "examples" / "garden.png"))
+    job = Client(url, verbose=False).submit(image=handle_file(image), prompt="detect cat", api_name="/generate")
+    steps = [event["step"] for event in job if event["step"]]
+    for index in (0, 4):
+        page.click(f"#strip .token[data-index='{index}']")
+        cells = page.locator("#inspector tr.chosen td").all_text_contents()
+        assert cells[2:4] == [str(steps[index]["token_id"]), f"{steps[index]['logit']:.2f}"]
+        ids = page.locator("#inspector tbody td:nth-child(3)").all_text_contents()
+        assert ids == [str(candidate["token_id"]) for candidate in steps[index]["top"]]
+
+
+def test_a_branch_is_answered_anew_and_both_runs_stay(page, model):
+    run_to_the_end(page)
+    page.click("#strip .token[data-index='1']")
+    page.click("#inspector tbody tr:nth-child(3) .branch")
+    page.wait_for_selector("#notice .notice.busy")
+    wait_until_done(page)
+    assert model.requests[-1]["forced_ids"] == (0, 12)
+    assert pieces(page) == [SHOWN[0], "␣else", *SHOWN[2:]]
+    page.click("#strip .token[data-index='1']")
+    assert page.locator("#inspector tr.chosen td").nth(2).inner_text() == "12"
+    page.click("#tab-panel-runs")
+    for tick in page.locator("#runs input[type=checkbox]").all():
+        tick.check()
+    page.wait_for_selector("#runs .compared")
+    assert page.locator("#runs .differs").all_text_contents() == ["␣cat", "␣else"]
+    page.click("#runs .tree li:first-child .run")
+    page.wait_for_function("document.querySelectorAll('#strip .token')[1].textContent === '␣cat'")
+
+
+def test_one_step_at_a_time(page):
+    page.fill("#prompt textarea", "caption en")
+    for count in (1, 2, 3):
+        page.click("#step")
+        wait_for_tokens(page, count)
+        page.wait_for_selector("#notice .notice.idle")
+        assert pieces(page) == SHOWN[:count]
+
+
+@pytest.mark.parametrize("width", [1280, 800, 390])
+def test_a_box_is_drawn_in_its_place_at_every_width(browser, url, picture_file, model, monkeypatch, width):
+    monkeypatch.setattr(model, "pieces", (*BOXES, "<eos>"))
+    page = open_page(browser, url, width)
+    page.set_input_files("#picture input[type=file]", str(picture_file))  # 64 x 48: not square
+    page.wait_for_selector("#scene .picture img")
     run(page)
-    page.wait_for_function("document.querySelectorAll('#tokens tbody tr').length >= 3")
-    page.click("#stop")
+    page.wait_for_selector("#scene .box")
+    assert page.locator("#notice .notice.busy").count() == 1  # as soon as it is complete
+    wait_until_done(page)
+    picture, box = (page.locator(part).bounding_box() for part in ("#scene .picture img", "#scene .box"))
+    assert picture["width"] / picture["height"] == pytest.approx(64 / 48, rel=0.02)
+    assert (box["x"] - picture["x"]) / picture["width"] == pytest.approx(0.25, abs=0.01)
+    assert (box["y"] - picture["y"]) / picture["height"] == pytest.approx(0.25, abs=0.01)
+    assert box["width"] / picture["width"] == pytest.approx(0.5, abs=0.01)
+    assert page.inner_text("#scene .box b").startswith(HOSTILE[0])
+    page.click("#tab-panel-objects")
+    assert HOSTILE[0] in page.inner_text("#objects tbody")
+    assert "1 location tokens instead of 4" in page.inner_text("#objects .problem")
+    page.click("#objects tbody tr")
+    assert page.locator("#strip .token.marked").count() == 5
+    assert page.locator("#scene .box.marked").count() == 1
+    with page.expect_download() as download:
+        page.click("#objects .actions button:nth-child(2)")
+    assert json.loads(Path(download.value.path()).read_text(encoding="utf-8"))["annotations"]
+    page.close()
+
+
+def test_attention_is_drawn_over_the_right_patch(page):
+    run_to_the_end(page)
+    page.click("#strip .token[data-index='6']")
+    page.click("#tab-panel-look")
+    page.click("#look .ask")
+    page.wait_for_selector("#look .patches")
+    opacities = page.locator("#look .patches i").evaluate_all(
+        "cells => cells.map((cell) => Number(cell.style.opacity))"
+    )
+    assert [index for index, opacity in enumerate(opacities) if opacity > 0.5] == [6]
+    picture, patch = (
+        page.locator("#look .picture").bounding_box(),
+        page.locator("#look i[data-patch='6']").bounding_box(),
+    )
+    assert (patch["x"] - picture["x"]) / picture["width"] == pytest.approx(2 / 4, abs=0.01)
+    assert (patch["y"] - picture["y"]) / picture["height"] == pytest.approx(1 / 4, abs=0.01)
+    assert picture["width"] / picture["height"] == pytest.approx(64 / 48, rel=0.02)
+    assert "50.0 %" in page.inner_text("#look") and "not an explanation" in page.inner_text("#look")
+    assert page.locator("#look tbody tr").count() == 3
+    page.select_option("#strip .legend select", "image attention")
+    page.wait_for_selector("#strip .token.cool2")
+
+
+def test_stop_ends_the_run_and_keeps_what_was_written(page):
+    run(page)
+    wait_for_tokens(page, 3)
+    page.keyboard.press("Escape")
     page.wait_for_function("document.querySelector('#notice .words').textContent.startsWith('Stopped')")
-    assert 3 <= len(tokens(page)) < len(SHOWN)
+    assert 3 <= len(pieces(page)) < len(SHOWN)
 
 
-def test_run_begins_anew_at_once_while_a_run_is_stopped_or_under_way(page, model, monkeypatch):
+def test_run_begins_anew_at_once_while_a_run_is_under_way(page, model, monkeypatch):
     monkeypatch.setattr(model, "seconds_a_token", 1.0)
     run(page, "detect one")
-    page.wait_for_function("document.querySelectorAll('#tokens tbody tr').length >= 2")
+    wait_for_tokens(page, 2)
     page.click("#stop")
     run(page, "detect two")
     run(page, "detect three")
     monkeypatch.setattr(model, "seconds_a_token", 0.0)
     wait_until_done(page)
     assert model.requests[-1]["prompt"] == "detect three"
-    assert tokens(page) == SHOWN
-    assert page.inner_text("#notice").startswith("The answer is complete")
+    assert pieces(page) == SHOWN
 
 
 def test_a_bad_request_is_a_line_of_the_page(page):
-    run(page)
-    wait_until_done(page)
-    page.click("#picture button[aria-label='Remove Image'], #picture button[aria-label='Clear']")
+    run_to_the_end(page)
+    page.click("#scene .change")
+    page.wait_for_selector("#picture input[type=file]", state="attached")
+    page.wait_for_function("!document.body.classList.contains('has-picture')")
     page.click("#run")
     page.wait_for_selector("#notice .notice.error")
     assert page.inner_text("#notice") == "Choose a picture first."
-    assert tokens(page) == SHOWN  # the last answer stays
+    assert pieces(page) == SHOWN  # the last answer stays
+
+
+def test_a_run_is_exported_and_imported(page, browser, url, tmp_path):
+    run_to_the_end(page)
+    page.click("#tab-panel-runs")
+    with page.expect_download() as download:
+        page.click("#export")
+    download.value.save_as(tmp_path / "run.json")
+    other = open_page(browser, url)
+    other.click("#tab-panel-runs")
+    other.set_input_files("input[type=file][accept*=json]", str(tmp_path / "run.json"))
+    wait_for_tokens(other, len(SHOWN))
+    assert pieces(other) == SHOWN and "from a file" in other.inner_text("#runs")
+    other.wait_for_selector("#scene .picture img")
+    (tmp_path / "bad.json").write_text('{"format": "<img src=x onerror=alert(1)>"}')
+    other.set_input_files("input[type=file][accept*=json]", str(tmp_path / "bad.json"))
+    other.wait_for_selector("#notice .notice.error")
+    assert pieces(other) == SHOWN
+    other.close()
+
+
+def test_an_example_and_a_task_chip_fill_the_form_in(browser, url, model):
+    page = open_page(browser, url)
+    page.click("#example-chips .chip >> nth=1")
+    page.wait_for_selector("#scene .picture img")
+    wait_until_done(page)
+    assert model.requests[-1]["prompt"] == page.input_value("#prompt textarea") == "detect dog"
+    asked = len(model.requests)
+    page.click("#tasks .chip:has-text('segment')")
+    page.wait_for_function("document.querySelector('#prompt textarea').value === 'segment dog'")
+    assert len(model.requests) == asked
+    page.close()
+
+
+@pytest.mark.parametrize("locale", ["zh-CN", "zh"])
+def test_a_chinese_browser_gets_chinese_and_can_choose(browser, url, locale):
+    page = open_page(browser, url, locale=locale)
+    assert page.inner_text("#run") == "运行" and page.inner_text("#strip h2") == "回答"
+    assert page.evaluate("document.documentElement.lang") == "zh-CN"
+    page.click("#choices [lang=en]")
+    assert page.inner_text("#run") == "Run" and page.inner_text("#tab-panel-runs") == "Runs"
+    page.reload()
+    page.wait_for_selector("#badge .notice.done")
+    assert page.inner_text("#run") == "Run"  # the choice is kept
+    page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_fits_a_phone(browser, url, picture_file, scheme):
-    page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme=scheme)
-    page.goto(url)
-    page.wait_for_selector("#badge .notice.done")
+def test_the_page_fits_a_phone_and_follows_the_scheme(browser, url, picture_file, scheme):
+    page = open_page(browser, url, 390, color_scheme=scheme)
     page.set_input_files("#picture input[type=file]", str(picture_file))
-    page.wait_for_selector("#picture img")
-    run(page)
-    wait_until_done(page)
+    page.wait_for_selector("#scene .picture img")
+    run_to_the_end(page)
     assert page.evaluate("document.documentElement.scrollWidth") == 390
-    colours = page.evaluate(
-        "() => ['color', 'backgroundColor'].map(name => getComputedStyle(document.querySelector('#candidates'))[name])"
-    )
+    assert is_dark(page) == (scheme == "dark")
+    page.click("#choices .theme")
+    assert is_dark(page) == (scheme == "light")
     page.close()
-    lightness = [sum(map(int, colour[4:-1].split(","))) for colour in colours]
-    assert (lightness[0] < lightness[1]) == (scheme == "light")
+
+
+def is_dark(page) -> bool:
+    colours = page.evaluate(
+        "() => ['color', 'backgroundColor'].map((name) => getComputedStyle(document.querySelector('.card'))[name])"
+    )
+    ink, paper = (sum(map(int, colour[4:-1].split(",")[:3])) for colour in colours)
+    return ink > paper

@@ -30,7 +30,7 @@ ALLOWED = {
     "masks": {"parsing"},
     "lens": {*MODEL, "gemma", "siglip", "modeling", "processing", "generation"},
     "pipeline": {"config", "modeling", "generation", "processing", "checkpoint", "quantize", "lens"},
-    "view": {"parsing", "masks", "generation"},
+    "view": {"parsing", "masks", "generation", "processing", "lens"},
     "__init__": {"checkpoint", "config", "generation", "modeling", "parsing", "pipeline", "processing", "lens"},
     "__main__": {"__init__", "checkpoint", "generation"},
 }

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
+import re
+from pathlib import Path
 
+import numpy as np
 import pytest
-from fake_model import FakeModel, make_candidate, make_step
+from fake_model import PROCESSOR, FakeModel, fake_inspection, make_candidate, make_step
 from PIL import Image
 
-from paligemma.generation import GenerationResult, NonFiniteLogitsError
+from paligemma.generation import GenerationResult, NonFiniteLogitsError, Sampling
 from paligemma.masks import MaskDecoder, from_run_lengths
-from paligemma.view import events, tokens, words
-from paligemma.view.picture import MAX_PIXELS, open_picture
+from paligemma.view import attention, events, export, objects, tokens, words
+from paligemma.view.examples import example_chips, load_examples
+from paligemma.view.picture import MAX_PIXELS, SHOWN_SIDE, make_picture, open_picture, scene
 from paligemma.view.requests import MAX_PROMPT_CHARACTERS, MAX_SECONDS, picture_path, read_request
+from paligemma.view.runs import MAX_RUNS, History, Run, run_tree
+from paligemma.view.tasks import MIX_TASKS, tasks_of, write_prompt
+
+ASSETS = Path(__file__).parents[1] / "assets"
 
 OPTIONS = {"max_new_tokens": 16, "temperature": 0, "top_k": 0, "top_p": 1, "seed": None, "top_n": 10}
 
@@ -57,45 +67,280 @@ def test_a_share_never_looks_more_certain_than_it_is(share, text):
     assert tokens.format_share(share) == text
 
 
-def test_the_token_list_has_a_row_a_step_and_selects_the_newest():
-    shown = tokens.token_list(answer("▁a", "▁cat").steps)
-    assert [row["cells"][:3] for row in shown["rows"]] == [
-        ("1", "␣a", "5.00"),
-        ("2", "␣cat", "5.00"),
-        ("3", "<eos>", "5.00"),
-    ]
-    assert shown["selected"] == 2
-    assert all(len(row["cells"]) == len(tokens.TOKEN_COLUMNS) for row in shown["rows"])
+GREEDY = Sampling()
 
 
-def test_the_candidate_table_has_the_numbers_of_its_step():
+def test_the_strip_gets_only_what_it_lacks():
+    steps = answer("▁a", "<loc0001>", "\n").steps
+    update = tokens.strip_update(3, steps, 1, GREEDY)
+    assert (update["run"], update["start"], update["count"], update["done"]) == (3, 1, 4, False)
+    assert [(token["index"], token["piece"], token["kind"]) for token in update["tokens"]] == [
+        (1, "<loc0001>", "loc"), (2, "↵", "space"), (3, "<eos>", "special"),
+    ]  # fmt: skip
+
+
+def test_an_update_has_the_same_size_however_long_the_answer_is():
+    steps = answer(*["▁a"] * 300).steps
+    sizes = [len(json.dumps(tokens.strip_update(1, steps[: end + 1], end, GREEDY))) for end in (100, 200, 299)]
+    assert max(sizes) - min(sizes) < 10
+
+
+def test_the_list_at_a_step_belongs_to_that_step():
+    steps = answer("▁a", "▁b", "▁c").steps
+    for index, step in enumerate(steps):
+        entry = tokens.token_entry(steps, index, GREEDY)
+        assert [row["id"] for row in entry["rows"]] == [candidate.token_id for candidate in step.top]
+        assert entry["rows"][entry["chosen"]]["id"] == entry["id"] == step.token_id
+
+
+def test_a_candidate_s_row_shows_every_stage():
     top = (make_candidate(7, "▁a", 5.0, 0.75), make_candidate(9, "▁b", 4.0, 0.25), make_candidate(8, "▁c", 1.0, 0.0))
-    table = tokens.candidate_table(make_step(top, index=4))
-    assert table["title"] == "Token 5: ␣a"
-    assert [row["cells"] for row in table["rows"]] == [
-        ("1", "␣a", "7", "5.00", "60.7 %", "75.0 %"),
-        ("2", "␣b", "9", "4.00", "22.3 %", "25.0 %"),
-        ("3", "␣c", "8", "1.00", "1.1 %", "0 %"),
+    entry = tokens.token_entry([make_step(top)], 0, Sampling(temperature=0.5, top_k=2))
+    assert [row["cells"] for row in entry["rows"]] == [
+        ["1", "␣a", "7", "5.00", "10.00", "-0.50", "60.7 %", "60.7 %", "kept", "75.0 %"],
+        ["2", "␣b", "9", "4.00", "8.00", "-1.50", "22.3 %", "83.0 %", "kept", "25.0 %"],
+        ["3", "␣c", "8", "1.00", "2.00", "-4.50", "1.1 %", "84.1 %", "top-k", "0 %"],
     ]
-    assert [row["dropped"] for row in table["rows"]] == [False, False, True]
-    assert table["selected"] == 0
-    assert dict(table["facts"])["these 3 cover"] == "84.1 %"
+    assert all(len(row["cells"]) == len(tokens.CANDIDATE_COLUMNS) for row in entry["rows"])
+    assert [row["dropped"] for row in entry["rows"]] == [False, False, True]
+    assert dict(entry["facts"])["the list covers"] == "84.1 %"
+    assert dict(entry["facts"])["gap of the first two"] == "1.00"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "rank", "logit", "stage"),
+    [
+        (Sampling(), 2, 4.0, "greedy"),
+        (Sampling(1.0, top_k=1), 2, 4.0, "top-k"),
+        (Sampling(1.0, top_k=1, top_p=0.5), 2, 5.0, "top-p"),  # equal to the k-th logit: top-k keeps it
+        (Sampling(1.0, top_p=0.5), 2, 4.0, "top-p"),
+        (Sampling(1.0), 2, -900.0, "kept"),  # only too small for a number
+    ],
+)
+def test_what_dropped_a_candidate_is_named(sampling, rank, logit, stage):
+    top = (make_candidate(7, "▁a", 5.0, 1.0), make_candidate(9, "▁b", logit, 0.0))
+    assert tokens.filter_stage(rank, top[1], make_step(top), sampling) == stage
 
 
 def test_a_chosen_token_beyond_the_list_follows_with_its_rank():
     top = (make_candidate(7, "▁a", 5.0), make_candidate(9, "▁b", 4.0))
-    table = tokens.candidate_table(make_step(top, chosen=make_candidate(3, "▁rare", 0.5, 0.1), rank=41))
-    assert table["rows"][table["selected"]]["cells"][:3] == ("41", "␣rare", "3")
+    entry = tokens.token_entry([make_step(top, chosen=make_candidate(3, "▁rare", 0.5, 0.1), rank=41)], 0, GREEDY)
+    assert entry["rows"][entry["chosen"]]["cells"][:3] == ["41", "␣rare", "3"]
+    assert entry["rows"][entry["chosen"]]["cells"][7] == tokens.NOT_APPLIED
 
 
 def test_of_two_candidates_that_look_alike_the_one_with_the_chosen_id_is_marked():
     top = (make_candidate(7, "▁a", 4.0), make_candidate(9, "▁a", 4.0))
-    assert tokens.candidate_table(make_step(top, chosen=top[1]))["selected"] == 1
+    assert tokens.token_entry([make_step(top, chosen=top[1])], 0, GREEDY)["chosen"] == 1
 
 
-def test_before_the_first_step_both_tables_are_empty():
-    assert tokens.token_list([]) == {"rows": [], "selected": None}
-    assert tokens.candidate_table(None)["rows"] == []
+def test_a_location_token_says_which_edge_it_is():
+    steps = answer("<loc0001>", "<loc0002>", "<loc0003>", "<loc0004>", "▁cat", "<loc0005>").steps
+    roles = [tokens.token_entry(steps, index, GREEDY)["role"] for index in range(6)]
+    assert roles == ["y_min", "x_min", "y_max", "x_max", "", "y_min"]
+
+
+# Tasks
+
+
+def test_a_task_writes_the_prompt_and_keeps_what_was_asked_about():
+    detect, segment = (next(task for task in MIX_TASKS if task.name == name) for name in ("detect", "segment"))
+    caption = MIX_TASKS[0]
+    assert write_prompt(segment, "detect two dogs", MIX_TASKS) == "segment two dogs"
+    assert write_prompt(detect, "caption en", MIX_TASKS) == "detect "
+    assert write_prompt(detect, "answer en where?", MIX_TASKS) == "detect "
+    assert write_prompt(caption, "detect dog", MIX_TASKS) == "caption en"
+
+
+def test_only_tasks_that_the_model_knows_are_offered():
+    assert "ocr" not in {task.name for task in tasks_of("bundled")}
+    assert {"caption", "detect", "segment", "answer", "ocr"} == {task.name for task in tasks_of("hub")}
+
+
+# Runs
+
+
+def make_run(number: int, *pieces: str, parent: int | None = None, branched_at: int | None = None) -> Run:
+    picture = make_picture(Image.linear_gradient("L").resize((80, 40)).convert("RGB"), PROCESSOR)
+    request = {**OPTIONS, "prompt": "detect cat", "seed": 7, "forced_ids": (), "time_limit": None}
+    model = {"name": "m", "revision": None, "dtype": "float32", "device": "cpu", "parameters": 8}
+    run = Run(number, picture, request, model, parent, branched_at)
+    result = answer(*pieces)
+    run.steps = list(result.steps)
+    run.finish(result)
+    return run
+
+
+def test_a_branch_is_planned_by_id():
+    history = History()
+    history.add(make_run(1, "▁a", "▁b"))
+    plan = history.plan_branch(1, 1, 12)
+    assert plan.parent == 1 and plan.branched_at == 1
+    assert read_request(*plan.arguments)["forced_ids"] == (0, 12)
+    for unknown in ((2, 0, 1), (1, 9, 1), (1, -1, 1), (1, "0", 1), (None, 0, 1)):
+        assert history.plan_branch(*unknown) is None
+
+
+def test_one_step_continues_a_run_that_has_not_ended():
+    history = History()
+    run = history.add(make_run(1, "▁a", "▁b"))
+    assert history.plan_step() is None  # it ended with its end token
+    run.steps, run.finish_reason = run.steps[:2], "stopped"
+    plan = history.plan_step()
+    assert (plan.replaces, plan.stop_after) == (1, 3)
+    assert read_request(*plan.arguments)["forced_ids"] == run.token_ids
+
+
+def test_the_tree_has_branches_below_the_run_that_they_left():
+    history = History()
+    for run in (make_run(1, "▁a"), make_run(2, "▁a"), make_run(3, "▁a", parent=1, branched_at=0)):
+        history.add(run)
+    assert [(row["number"], row["depth"]) for row in run_tree(history)["runs"]] == [(1, 0), (3, 1), (2, 0)]
+    assert [row["current"] for row in run_tree(history)["runs"]] == [False, True, False]
+
+
+def test_the_oldest_run_goes_when_there_are_too_many_and_its_branches_stay():
+    history = History()
+    for number in range(1, MAX_RUNS + 2):
+        history.add(make_run(number, "▁a", parent=1 if number > 1 else None))
+    rows = run_tree(history)["runs"]
+    assert len(rows) == MAX_RUNS and all(row["depth"] == 0 for row in rows)
+
+
+def test_two_runs_side_by_side_show_where_they_differ():
+    left, right = make_run(1, "▁a", "▁b"), make_run(2, "▁a", "▁b")
+    right.steps[1] = dataclasses.replace(right.steps[1], token_id=99)
+    sides = run_tree(History(), (left, right))["compared"]
+    assert [[token["same"] for token in side["tokens"]] for side in sides] == [[True, False, True]] * 2
+
+
+# Export
+
+
+VERSIONS = {"python": "3", "torch": "2", "gradio": "6"}
+
+
+def test_a_run_comes_back_from_its_file_as_it_was():
+    run = make_run(1, "<loc0001>", "▁cat", parent=None, branched_at=1)
+    back = export.read_run(export.write_run(run, VERSIONS).encode(), 5)
+    assert back.number == 5 and back.imported
+    assert back.steps == run.steps
+    assert back.picture.size == run.picture.size and back.picture.seen.tobytes() == run.picture.seen.tobytes()
+    assert (back.request, back.model, back.timing, back.finish_reason, back.branched_at) == (
+        run.request, run.model, run.timing, run.finish_reason, run.branched_at,
+    )  # fmt: skip
+
+
+def change(document: dict, path: str, value: object) -> None:
+    *folders, name = path.split("/")
+    for folder in folders:
+        document = document[int(folder)] if isinstance(document, list) else document[folder]
+    document[name] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("format", "paligemma-run/2", "format"),
+        ("extra", 1, "extra"),
+        ("request/prompt", "x" * 3000, "prompt"),
+        ("request/top_p", 0, "top_p"),
+        ("request/seed", 1.5, "seed"),
+        ("request/forced_ids", [-1], "forced_ids"),
+        ("model/name", 3, "name"),
+        ("tokens/0/prob", 1.5, "prob"),
+        ("tokens/0/logit", float("nan"), "NaN"),
+        ("tokens/0/logit", True, "logit"),
+        ("tokens/0/top", [{"token_id": 1}], "top"),
+        ("picture/shown", "AAAA", "shown"),
+        ("picture/seen_sha256", "0" * 64, "seen_sha256"),
+        ("branched_at", 9, "branched_at"),
+        ("timing/total_s", -1, "total_s"),
+    ],
+)
+def test_a_file_with_anything_else_in_it_is_refused_by_name(path, value, message):
+    document = json.loads(export.write_run(make_run(1, "▁a"), VERSIONS))
+    change(document, path, value)
+    with pytest.raises(ValueError, match=message):
+        export.read_run(json.dumps(document).encode(), 1)
+
+
+@pytest.mark.parametrize("file", [b"", b"[]", b"{}", b"\xff\xfe", b"[" * 200_000, b'{"format": NaN}'])
+def test_what_is_no_run_is_refused(file):
+    with pytest.raises(ValueError):
+        export.read_run(file, 1)
+
+
+def test_a_token_of_the_hub_is_never_exported():
+    run = make_run(1, "▁a")
+    run.request["prompt"] = "hf_abcdefghijklmnop"
+    assert "hf_abcdef" not in export.write_run(run, VERSIONS)
+
+
+# Objects
+
+
+CODES = [f"<seg{number:03d}>" for number in range(16)]
+BOX = ("<loc0256>", "<loc0512>", "<loc0768>", "<loc1023>")
+
+
+def test_objects_are_shares_of_the_picture_with_their_tokens():
+    run = make_run(1, *BOX, "▁cat", "▁;", "▁", "<loc0001>", "▁dog")
+    shown = objects.object_list(run)
+    (found,) = shown["objects"]
+    assert found["label"] == "cat" and found["tokens"] == [0, 1, 2, 3, 4]
+    assert found["box"] == pytest.approx([0.5, 0.25, 511 / 1024, 0.5])
+    assert found["pixels"] == "40, 10 – 80, 30"
+    (problem,) = shown["problems"]
+    assert problem["text"] == "<loc0001> dog" and problem["tokens"][0] == 7 and "1 location" in problem["reason"]
+
+
+def test_an_object_appears_as_soon_as_it_is_complete():
+    run = make_run(1, *BOX, "▁cat", "▁;")
+    steps, run.finish_reason = run.steps, None
+    shown = []
+    for count in range(1, 7):
+        run.steps = steps[:count]
+        shown.append(len(objects.object_list(run)["objects"]))
+    assert shown == [0, 0, 0, 0, 1, 1]
+
+
+def test_sixteen_codes_become_a_mask_and_without_a_decoder_a_sentence():
+    run = make_run(1, *BOX, *CODES, "▁cat")
+    assert objects.object_list(run)["has_codes"]
+    shown = objects.object_list(run, MaskDecoder().eval())
+    assert shown["objects"][0]["mask"].startswith("data:image/png;base64,") and not shown["has_codes"]
+
+
+def test_a_mask_s_picture_is_opaque_where_the_mask_is():
+    mask = np.zeros((64, 64), dtype=np.float32)
+    mask[:, 32:] = 1
+    drawn = np.asarray(objects.mask_picture(mask))[..., 1]
+    assert drawn[:, :120].max() == 0 and drawn[:, 136:].min() == 255
+
+
+def test_objects_are_downloaded_as_coco_and_as_a_picture():
+    run = make_run(1, *BOX, *CODES, "▁cat")
+    document = json.loads(objects.coco_file(run, MaskDecoder().eval()))
+    (annotation,) = document["annotations"]
+    assert annotation["bbox"] == pytest.approx([40, 10, 39.92, 20], abs=0.01)
+    assert annotation["segmentation"]["size"] == [40, 80]
+    assert document["categories"] == [{"id": annotation["category_id"], "name": "cat"}]
+    drawn = Image.open(io.BytesIO(objects.drawn_picture(run, MaskDecoder().eval())))
+    assert drawn.format == "PNG" and drawn.size == (80, 40)
+
+
+# Attention
+
+
+def test_an_inspection_keeps_its_patches_and_layers_in_order():
+    found = fake_inspection(None, None, "", (3, 4, 5, 6, 7, 8), 5)
+    event = attention.inspection_event(found, 5)
+    assert event["grid"] == [4, 4] and np.asarray(event["attention"]).shape == (2, 2, 16)
+    assert event["attention"][0][0][5] == 0.5 and sum(event["attention"][0][0]) == 0.5
+    assert [row["rank_of_final"] for row in event["lens"]] == [3, 2, 1]
+    assert len(attention.look(1, found, 5)["rows"][0]["cells"]) == len(attention.LENS_COLUMNS)
+    assert attention.mean_share(found) == 0.5
 
 
 # Events of the API
@@ -186,6 +431,33 @@ def test_no_picture_is_said_so():
             open_picture(nothing)
 
 
+def test_the_model_sees_the_same_in_the_kept_square_as_in_the_picture():
+    image = Image.effect_noise((90, 40), 60).convert("RGB")
+    seen = make_picture(image, PROCESSOR).seen
+    assert (PROCESSOR.image_to_pixels(seen) == PROCESSOR.image_to_pixels(image)).all()
+
+
+def test_what_is_shown_of_a_picture_is_small_and_has_its_shape():
+    picture = make_picture(Image.new("RGB", (3000, 1500)), PROCESSOR)
+    assert Image.open(io.BytesIO(picture.shown)).size == (SHOWN_SIDE, SHOWN_SIDE // 2)
+    value = scene(picture, 16)
+    assert (value["width"], value["height"], value["side"], value["patches"]) == (3000, 1500, 56, 16)
+    assert scene(None) is None
+
+
+def test_every_example_can_be_opened():
+    shelf = load_examples(ASSETS / "examples")
+    assert shelf and all(open_picture(example.path) and example.prompt and example.credit for example in shelf)
+    assert len(example_chips(shelf)["chips"]) == len(shelf)
+
+
+def test_examples_whose_picture_is_missing_are_an_error_and_none_are_none(tmp_path):
+    assert load_examples(tmp_path) == ()
+    (tmp_path / "examples.json").write_text('[{"file": "a.png", "prompt": "caption en"}]')
+    with pytest.raises(ValueError, match=r"a\.png"):
+        load_examples(tmp_path)
+
+
 # Requests
 
 
@@ -250,10 +522,36 @@ def test_errors_of_the_library_are_shown_and_others_are_not():
 
 
 def test_the_summary_names_the_seed_only_where_chance_had_a_part():
-    assert "seed" not in words.summary(answer("▁a"), with_seed=False)["text"]
-    assert "seed 7" in words.summary(answer("▁a"), with_seed=True)["text"]
+    assert "seed" not in words.spoken(words.summary(answer("▁a"), with_seed=False))
+    assert "seed 7" in words.spoken(words.summary(answer("▁a"), with_seed=True))
 
 
 def test_the_badge_says_that_logits_are_soft_capped():
     assert words.model_line("m", 3_700_000, "bfloat16", "cpu", None) == "m · 3.7 M · bfloat16 · cpu"
     assert "soft-capped at ±30" in words.model_line("m", 2_923_335_408, "float32", "cuda:0", 30.0)
+
+
+def spoken_texts() -> set[str]:
+    """Every English text that the page says: in the scripts' t("..."), and in Python's notices."""
+    scripts = "\n".join(path.read_text(encoding="utf-8") for path in ASSETS.glob("*.js"))
+    found = set(re.findall(r'\bt\(\s*"([^"]+)"', scripts)) - {"colour by ", "problem: "}
+    sources = [ASSETS.parent / "app.py", *(ASSETS.parent / "paligemma/view").glob("*.py")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    found |= set(re.findall(r'notice\(\s*"\w+",\s*"([^"]+)"', code))
+    found |= set(re.findall(r'(?:label|placeholder_text|info|text)="([^"]+)"', code)) - {"event", "inspection"}
+    found |= {words.NO_MODEL, *words.FINISHED.values()}
+    found |= {title for title, _ in (*tokens.CANDIDATE_COLUMNS, *attention.LENS_COLUMNS)}
+    return found
+
+
+def test_every_text_of_the_page_has_a_chinese_translation_with_the_same_holes():
+    chinese = json.loads((ASSETS / "words.json").read_text(encoding="utf-8"))["zh"]
+    api_only = {
+        text
+        for text in spoken_texts()
+        if text.startswith(("token ids to", "the ids of", "which of", "seconds", "one of"))
+    }
+    assert spoken_texts() - api_only - chinese.keys() == set()
+    holes = re.compile(r"\{\w+\}")
+    for english, translated in chinese.items():
+        assert set(holes.findall(english)) == set(holes.findall(translated)), english

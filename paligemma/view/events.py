@@ -52,14 +52,15 @@ def detections(
         {
             "label": detection.label,
             "box": list(detection.box),
-            "score": _location_score(detection, steps),
+            "score": location_score(detection, steps),
             "mask": _mask(detection, size, mask_decoder),
         }
         for detection in found
     ]
 
 
-def _location_score(detection: Detection, steps: Sequence[Step]) -> float | None:
+def location_score(detection: Detection, steps: Sequence[Step]) -> float | None:
+    """The mean probability of an object's four location tokens; None where the model spelled them in letters."""
     indices = location_token_indices(detection, [step.piece for step in steps])
     return sum(steps[index].prob for index in indices) / len(indices) if indices else None
 

@@ -39,9 +39,21 @@ def read_request(
         "top_p": _real("top_p", top_p),
         "seed": None if seed is None else _whole("seed", seed),
         "top_n": _whole("top_n", top_n),
-        "forced_ids": _read_ids(forced_ids),
+        "forced_ids": read_ids("forced_ids", forced_ids),
         "time_limit": min(seconds, MAX_SECONDS),
     }
+
+
+def read_ids(name: str, token_ids: Any) -> tuple[int, ...]:
+    """Token ids as whole numbers, none for None; ValueError for anything else."""
+    if not isinstance(token_ids, list | tuple | None):
+        raise ValueError(f"{name} must be a list of token ids, got {type(token_ids).__name__}")
+    return tuple(_whole(name, token_id) for token_id in token_ids or ())
+
+
+def read_index(index: Any) -> int:
+    """The place of a token in an answer, from 0; ValueError for anything but a whole number."""
+    return _whole("index", index)
 
 
 def picture_path(upload: Any) -> str | None:
@@ -55,12 +67,6 @@ def _read_prompt(prompt: Any) -> str:
     if prompt and len(prompt) > MAX_PROMPT_CHARACTERS:
         raise ValueError(f"prompt has {len(prompt)} characters; at most {MAX_PROMPT_CHARACTERS} are allowed")
     return prompt or ""
-
-
-def _read_ids(forced_ids: Any) -> tuple[int, ...]:
-    if not isinstance(forced_ids, list | tuple | None):
-        raise ValueError(f"forced_ids must be a list of token ids, got {type(forced_ids).__name__}")
-    return tuple(_whole("forced_ids", token_id) for token_id in forced_ids or ())
 
 
 def _whole(name: str, value: Any) -> int:

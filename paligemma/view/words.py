@@ -1,14 +1,21 @@
-"""States and errors -> the sentence that the page shows."""
+"""States and errors -> the sentence that the page shows.
+
+A sentence is English with holes in braces; `assets/words.json` has its translation under that same text, and the page
+fills the holes. So this module knows one language, and the page can change its own at any time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paligemma.generation import NonFiniteLogitsError
 
 if TYPE_CHECKING:
     from paligemma.generation import GenerationResult, Step
+    from paligemma.view.runs import Run
+
+Notice = dict[str, Any]
 
 NO_MODEL = (
     "This app has no model of its own yet. Name one when you start it: python app.py --model FOLDER_OR_HUB_ID, "
@@ -21,29 +28,46 @@ FINISHED = {
 }
 
 
-def notice(kind: str, text: str) -> dict[str, str]:
+def notice(kind: str, text: str, **values: Any) -> Notice:
     """A line of the page: `kind` is "idle", "busy", "done" or "error", and chooses its colour."""
-    return {"kind": kind, "text": text}
+    return {"kind": kind, "text": text, "values": values}
 
 
-def summary(result: GenerationResult, with_seed: bool) -> dict[str, str]:
+def spoken(line: Notice) -> str:
+    """A notice as plain English text."""
+    sentences = line.get("joined") or [(line["text"], line["values"])]
+    return " · ".join(text.format(**values) if values else text for text, values in sentences)
+
+
+def summary(result: GenerationResult, with_seed: bool) -> Notice:
     """How an answer ended, how long it took, and the seed when chance had a part in it."""
     timing = result.timing
-    parts = [
-        FINISHED[result.finish_reason],
-        f"{count_tokens(result.steps)} in {timing.total_s:.2f} s",
-        f"the first after {timing.first_token_s:.2f} s",
+    parts: list[tuple[str, dict[str, Any]]] = [
+        (FINISHED[result.finish_reason], {}),
+        count_tokens(result.steps),
+        ("picture {seconds} s", {"seconds": f"{timing.image_s:.2f}"}),
+        ("first token {seconds} s", {"seconds": f"{timing.first_token_s:.2f}"}),
     ]
     if timing.tokens_per_s is not None:
-        parts.append(f"then {timing.tokens_per_s:.1f} a second")
+        parts.append(("{rate} tokens a second", {"rate": f"{timing.tokens_per_s:.1f}"}))
     if with_seed:
-        parts.append(f"seed {result.seed}")
-    return notice("done", " · ".join(parts))
+        parts.append(("seed {seed}", {"seed": result.seed}))
+    return {"kind": "done", "joined": parts}
 
 
-def count_tokens(steps: Sequence[Step]) -> str:
+def stopped(steps: Sequence[Step]) -> Notice:
+    """A run that was ended before its answer was complete."""
+    return {"kind": "idle", "joined": [("Stopped", {}), count_tokens(steps)]}
+
+
+def run_shown(run: Run) -> Notice:
+    """An earlier run is on the page again."""
+    return {"kind": "idle", "joined": [("Run {number}", {"number": run.number}), count_tokens(run.steps)]}
+
+
+def count_tokens(steps: Sequence[Step]) -> tuple[str, dict[str, Any]]:
     """`1 token`, `12 tokens`."""
-    return f"{len(steps)} token" + ("" if len(steps) == 1 else "s")
+    return ("1 token", {}) if len(steps) == 1 else ("{count} tokens", {"count": len(steps)})
 
 
 def explain(error: Exception) -> str:
@@ -53,6 +77,11 @@ def explain(error: Exception) -> str:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "There was not enough memory for this request. Ask for fewer tokens, or take a smaller model."
     return f"Something went wrong on the server ({type(error).__name__}). Its log says what."
+
+
+def failure(error: Exception) -> Notice:
+    """An error as a line of the page. Its text is shown as it is: braces in it are no holes."""
+    return notice("error", explain(error))
 
 
 def model_line(name: str, num_parameters: int, dtype: str, device: str, soft_cap: float | None) -> str:

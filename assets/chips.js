@@ -1,0 +1,34 @@
+// A row of buttons: {chips: [{label, note, hint, picture?, prefix?}]}. "select" says which one was pressed.
+
+const { t, make, button, read, subscribe } = window.paligemma;
+const part = element.querySelector(".part");
+part.classList.add("chips");
+let pressed = null;
+
+function draw() {
+  const { chips } = read(props.value) || { chips: [] };
+  part.setAttribute("role", "group");
+  part.setAttribute("aria-label", t(props.name));
+  part.replaceChildren(
+    ...chips.map((chip, index) => {
+      const node = button("chip", "", () => {
+        pressed = index;
+        draw();
+        trigger("select", { index: index });
+      });
+      if (chip.picture) {
+        const picture = make("img");
+        picture.src = chip.picture;
+        picture.alt = "";
+        node.append(picture);
+      }
+      node.append(make("span", "", t(chip.label)));
+      if (chip.note) node.append(make("span", "note", chip.note));
+      node.title = chip.hint;
+      node.setAttribute("aria-pressed", String(index === pressed));
+      return node;
+    }),
+  );
+}
+subscribe("language", draw);
+watch("value", draw);

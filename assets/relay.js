@@ -1,0 +1,5 @@
+// Hands its value on to the other parts, under the name props.topic. Nothing is drawn.
+
+const { read, publish } = window.paligemma;
+
+watch("value", () => publish(props.topic, read(props.value)));

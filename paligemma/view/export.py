@@ -1,0 +1,305 @@
+"""A run as a file: everything needed to see it again and to repeat it. Format "paligemma-run/1".
+
+The file is one JSON object, in UTF-8:
+
+    format         "paligemma-run/1"
+    model          {"name", "revision", "dtype", "device", "parameters"}
+    versions       {"python", "torch", "gradio"}: texts, for the reader only
+    picture        {"width", "height": of the upright picture in pixels,
+                    "shown": the picture as a JPEG file of at most 1024 pixels a side, base64,
+                    "seen": the square that the model saw as a PNG file, base64,
+                    "seen_sha256": of that square's pixels, row by row, RGB}
+    request        {"prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "top_n", "forced_ids"}:
+                   given to `PaliGemma.stream` with "seen" as the picture, they give the tokens again
+    branched_at    the token at which it left an earlier run, or null
+    finish_reason  "eos", "length", "time" or "stopped"
+    timing         {"image_s", "first_token_s", "total_s", "tokens_per_s"} or null
+    tokens         a list with the fields of `paligemma.Step` but "index", "text" and "finish_reason"
+
+`read_run` takes only that: every field of its type and within its range, finite numbers, and at most MAX_BYTES.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from PIL import Image
+
+from paligemma.generation import MAX_SEED, MAX_TOP_N, Candidate, Step, Timing
+from paligemma.view.picture import MAX_PIXELS, SHOWN_SIDE, Picture, png_file
+from paligemma.view.requests import MAX_PROMPT_CHARACTERS
+from paligemma.view.runs import Run
+
+FORMAT = "paligemma-run/1"
+MAX_BYTES = 10_000_000
+MAX_TOKENS = 4096
+MAX_TEXT = 200
+MAX_SEEN_SIDE = 1024
+FINISH_REASONS = ("eos", "length", "time", "stopped")
+# A hub token never leaves the server, whatever it was pasted into.
+SECRET = re.compile(r"hf_[A-Za-z0-9]{10,}")
+
+Check = Callable[[str, Any], Any]
+
+
+# Writing
+
+
+def write_run(run: Run, versions: Mapping[str, str]) -> str:
+    """The file's text."""
+    request = {name: value for name, value in run.request.items() if name != "time_limit"}
+    document = {
+        "format": FORMAT,
+        "model": run.model,
+        "versions": dict(versions),
+        "picture": _write_picture(run.picture),
+        "request": request,
+        "branched_at": run.branched_at,
+        "finish_reason": run.finish_reason or "stopped",
+        "timing": dataclasses.asdict(run.timing) if run.timing else None,
+        "tokens": [_write_step(step) for step in run.steps],
+    }
+    return SECRET.sub("hf_…", json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1))
+
+
+def _write_picture(picture: Picture) -> dict[str, Any]:
+    return {
+        "width": picture.width,
+        "height": picture.height,
+        "shown": base64.b64encode(picture.shown).decode(),
+        "seen": base64.b64encode(png_file(picture.seen)).decode(),
+        "seen_sha256": _pixel_hash(picture.seen),
+    }
+
+
+def _write_step(step: Step) -> dict[str, Any]:
+    fields = dataclasses.asdict(step)
+    for name in ("index", "text", "finish_reason"):
+        del fields[name]
+    return fields
+
+
+def _pixel_hash(image: Image.Image) -> str:
+    return hashlib.sha256(image.tobytes()).hexdigest()
+
+
+# Reading
+
+
+def read_run(file: bytes, number: int) -> Run:
+    """A run from a file that nobody has checked.
+
+    Raises ValueError that says where the file is not what the module's docstring describes.
+    """
+    document = _fields("the file", _parse(file), _DOCUMENT)
+    steps = _read_steps(document["tokens"], document["finish_reason"])
+    branched_at = document["branched_at"]
+    if branched_at is not None and branched_at >= len(steps):
+        raise ValueError(f"branched_at is {branched_at}, and there are {len(steps)} tokens")
+    timing = document["timing"]
+    return Run(
+        number=number,
+        picture=document["picture"],
+        request={**document["request"], "time_limit": None},
+        model=document["model"],
+        branched_at=branched_at,
+        steps=steps,
+        finish_reason=document["finish_reason"],
+        timing=Timing(**timing) if timing else None,
+        imported=True,
+    )
+
+
+def _parse(file: bytes) -> Any:
+    if len(file) > MAX_BYTES:
+        raise ValueError(f"the file has {len(file)} bytes; at most {MAX_BYTES} are read")
+    try:
+        return json.loads(file.decode("utf-8"), parse_constant=_refuse_constant)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError("the file is no JSON text") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"the file holds {name}; numbers must be finite")
+
+
+def _read_steps(tokens: list[dict[str, Any]], finish_reason: str) -> list[Step]:
+    steps: list[Step] = []
+    text = ""
+    for index, fields in enumerate(tokens):
+        text += fields["text_delta"]
+        is_last = index == len(tokens) - 1
+        reason = finish_reason if is_last and finish_reason != "stopped" else None
+        steps.append(Step(**fields, index=index, text=text, finish_reason=reason))
+    return steps
+
+
+# What a field may be. A check takes the field's place in the file and its value, and returns the value.
+
+
+def _fields(place: str, value: Any, checks: Mapping[str, Check]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} must be an object")
+    missing, unknown = sorted(checks.keys() - value.keys()), sorted(value.keys() - checks.keys())
+    if missing or unknown:
+        raise ValueError(f"{place} lacks {missing or 'nothing'} and has the unknown {unknown[:5] or 'nothing'}")
+    return {name: check(f"{place}, {name}", value[name]) for name, check in checks.items()}
+
+
+def _object(checks: Mapping[str, Check]) -> Check:
+    return lambda place, value: _fields(place, value, checks)
+
+
+def _list(check: Check, most: int) -> Check:
+    def read(place: str, value: Any) -> list[Any]:
+        if not isinstance(value, list) or len(value) > most:
+            raise ValueError(f"{place} must be a list of at most {most}")
+        return [check(f"{place}[{index}]", item) for index, item in enumerate(value)]
+
+    return read
+
+
+def _or_none(check: Check) -> Check:
+    return lambda place, value: None if value is None else check(place, value)
+
+
+def _text(most: int) -> Check:
+    def read(place: str, value: Any) -> str:
+        if not isinstance(value, str) or len(value) > most:
+            raise ValueError(f"{place} must be a text of at most {most} characters")
+        return value
+
+    return read
+
+
+def _one_of(*allowed: str) -> Check:
+    def read(place: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in allowed:
+            raise ValueError(f"{place} must be one of {', '.join(allowed)}")
+        return value
+
+    return read
+
+
+def _whole(low: int, high: int) -> Check:
+    def read(place: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"{place} must be a whole number from {low} to {high}")
+        return value
+
+    return read
+
+
+def _real(low: float, high: float) -> Check:
+    def read(place: str, value: Any) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not low <= value <= high:
+            raise ValueError(f"{place} must be a number from {low:g} to {high:g}")
+        return float(value)
+
+    return read
+
+
+def _versions(place: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > 20:
+        raise ValueError(f"{place} must be an object of at most 20 texts")
+    return {_text(MAX_TEXT)(place, name): _text(MAX_TEXT)(place, version) for name, version in value.items()}
+
+
+def _image_file(format_name: str, longest_side: int) -> Check:
+    def read(place: str, value: Any) -> tuple[bytes, Image.Image]:
+        try:
+            file = base64.b64decode(_text(MAX_BYTES)(place, value), validate=True)
+            image = Image.open(io.BytesIO(file), formats=(format_name,))
+            if max(image.size) <= longest_side:
+                return file, image.convert("RGB")
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise ValueError(f"{place} must be a {format_name} file in base64") from error
+        raise ValueError(f"{place} must have no side above {longest_side} pixels")
+
+    return read
+
+
+def _picture(place: str, value: Any) -> Picture:
+    fields = _fields(place, value, _PICTURE)
+    (shown, _), (_, seen) = fields["shown"], fields["seen"]
+    if seen.width != seen.height:
+        raise ValueError(f"{place}, seen must be a square")
+    if _pixel_hash(seen) != fields["seen_sha256"]:
+        raise ValueError(f"{place}, seen_sha256 is not that of seen")
+    return Picture(fields["width"], fields["height"], shown, seen)
+
+
+_ID = _whole(0, 10_000_000)
+_PROBABILITY = _real(0, 1)
+_LOGIT = _real(-1e30, 1e30)
+_LOGPROB = _real(-1e30, 0)
+_SECONDS = _real(0, 1e9)
+_CANDIDATE = {
+    "token_id": _ID,
+    "piece": _text(MAX_TEXT),
+    "logit": _LOGIT,
+    "logprob": _LOGPROB,
+    "prob": _PROBABILITY,
+    "sampled_prob": _PROBABILITY,
+}
+_STEP = {
+    **_CANDIDATE,
+    "text_delta": _text(MAX_TEXT),
+    "rank": _whole(1, 10_000_000),
+    "entropy": _real(0, 100),
+    "logsumexp": _LOGIT,
+    "seconds": _SECONDS,
+    "top": lambda place, value: tuple(
+        Candidate(**fields) for fields in _list(_object(_CANDIDATE), MAX_TOP_N)(place, value)
+    ),
+}
+_PICTURE = {
+    "width": _whole(1, MAX_PIXELS),
+    "height": _whole(1, MAX_PIXELS),
+    "shown": _image_file("JPEG", SHOWN_SIDE),
+    "seen": _image_file("PNG", MAX_SEEN_SIDE),
+    "seen_sha256": _text(64),
+}
+_REQUEST = {
+    "prompt": _text(MAX_PROMPT_CHARACTERS),
+    "max_new_tokens": _whole(1, MAX_TOKENS),
+    "temperature": _real(0, 1e6),
+    "top_k": _whole(0, 10_000_000),
+    "top_p": _real(1e-9, 1),
+    "seed": _whole(0, MAX_SEED),
+    "top_n": _whole(1, MAX_TOP_N),
+    "forced_ids": lambda place, value: tuple(_list(_ID, MAX_TOKENS)(place, value)),
+}
+_MODEL = {
+    "name": _text(MAX_TEXT),
+    "revision": _or_none(_text(MAX_TEXT)),
+    "dtype": _text(MAX_TEXT),
+    "device": _text(MAX_TEXT),
+    "parameters": _whole(0, 10**15),
+}
+_TIMING = {
+    "image_s": _SECONDS,
+    "first_token_s": _SECONDS,
+    "total_s": _SECONDS,
+    "tokens_per_s": _or_none(_real(0, 1e9)),
+}
+_DOCUMENT = {
+    "format": _one_of(FORMAT),
+    "model": _object(_MODEL),
+    "versions": _versions,
+    "picture": _picture,
+    "request": _object(_REQUEST),
+    "branched_at": _or_none(_whole(0, MAX_TOKENS)),
+    "finish_reason": _one_of(*FINISH_REASONS),
+    "timing": _or_none(_object(_TIMING)),
+    "tokens": _list(_object(_STEP), MAX_TOKENS),
+}

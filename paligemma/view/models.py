@@ -1,0 +1,147 @@
+"""A model that the server holds, and its state: loading, ready, or what went wrong and what to do."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paligemma.masks import MaskDecoder
+from paligemma.view import words
+
+if TYPE_CHECKING:
+    from paligemma.pipeline import PaliGemma
+
+WAIT_INTERVAL_S = 0.5
+
+log = logging.getLogger("paligemma.app")
+
+
+class ModelHost:
+    """One model of this server. It is loaded in a thread of its own, so that the page is there at once."""
+
+    def __init__(
+        self,
+        name: str,
+        load: Callable[..., PaliGemma] | None,
+        mask_decoder_files: Iterable[Path] = (),
+        fetch_mask_decoder: Callable[[], Path] | None = None,
+    ) -> None:
+        """`load` is called once, with `progress` as `paligemma.load` takes it; None: there is no model to load.
+
+        Of `mask_decoder_files` the first that exists is read; where none does, `fetch_mask_decoder` may bring one.
+        Without one, masks stay codes.
+        """
+        self.name = name
+        self.model: PaliGemma | None = None
+        self.mask_decoder: MaskDecoder | None = None
+        self.notice = (
+            words.notice("busy", "Loading {name}", name=name) if load else words.notice("error", words.NO_MODEL)
+        )
+        self._load = load
+        self._started = False
+        self._mask_decoder_files = tuple(mask_decoder_files)
+        self._fetch_mask_decoder = fetch_mask_decoder
+        self._finished = threading.Event()
+        if load is None:
+            self._finished.set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHost:
+        """Gradio copies what a visit begins with; the model is the same for all."""
+        return self
+
+    def start(self) -> None:
+        """Begin to load, unless that was done before; returns at once."""
+        if self._load and not self._started:
+            self._started = True
+            threading.Thread(target=self._run, name="load model", daemon=True).start()
+
+    @property
+    def loading(self) -> bool:
+        return not self._finished.is_set()
+
+    @property
+    def state(self) -> str:
+        """ "loading", "ready" or "error"."""
+        return "loading" if self.loading else "ready" if self.model else "error"
+
+    def wait(self) -> Iterator[words.Notice]:
+        """Yield the state now and then while the model loads. Raises ValueError with what to do if it failed."""
+        while not self._finished.wait(WAIT_INTERVAL_S):
+            yield self.notice
+        if self.model is None:
+            raise ValueError(words.spoken(self.notice))
+
+    def describe(self) -> dict[str, Any]:
+        """The model and its state, for the API."""
+        model = self.model
+        return {
+            "name": self.name,
+            "revision": model.revision if model else None,
+            "state": self.state,
+            "message": words.spoken(self.notice),
+            "device": str(model.device) if model else None,
+            "dtype": _dtype_name(model) if model else None,
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What a run says of the model that answered; only of a loaded one."""
+        return {
+            "name": self.name,
+            "revision": self.model.revision,
+            "dtype": _dtype_name(self.model),
+            "device": str(self.model.device),
+            "parameters": _count_parameters(self.model),
+        }
+
+    def _run(self) -> None:
+        try:
+            model = self._load(progress=self._show_progress)
+            self.mask_decoder = self._read_mask_decoder()
+            self.notice = words.notice("done", self._badge(model))
+            self.model = model
+        except Exception as error:
+            log.exception("the model could not be loaded")
+            self.notice = words.notice(
+                "error", "{name} could not be loaded. {reason}", name=self.name, reason=words.explain(error)
+            )
+        finally:
+            self._finished.set()
+
+    def _read_mask_decoder(self) -> MaskDecoder | None:
+        path = next(filter(Path.exists, self._mask_decoder_files), None)
+        if path is None and self._fetch_mask_decoder:
+            try:
+                path = self._fetch_mask_decoder()
+            except Exception as error:  # boxes are drawn without it
+                log.warning("masks stay codes, their decoder could not be had: %s", error)
+        return MaskDecoder.load(path) if path else None
+
+    def _badge(self, model: PaliGemma) -> str:
+        name = f"{self.name}@{model.revision}" if model.revision else self.name
+        soft_cap = model.config.text_config.final_logit_softcapping
+        return words.model_line(name, _count_parameters(model), _dtype_name(model), str(model.device), soft_cap)
+
+    def _show_progress(self, done: int, total: int) -> None:
+        self.notice = words.notice("busy", "Loading {name}: {percent}", name=self.name, percent=f"{done / total:.0%}")
+
+
+def _dtype_name(model: PaliGemma) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _count_parameters(model: PaliGemma) -> int:
+    return sum(parameter.numel() for parameter in model.model.parameters())
+
+
+def host_named(hosts: Sequence[ModelHost], name: Any) -> ModelHost:
+    """One of the server's models, the first one for None; ValueError for a name that is not in its list."""
+    if not name:
+        return hosts[0]
+    found = next((host for host in hosts if host.name == name), None)
+    if found is None:
+        raise ValueError(f"model is {str(name)[:80]!r}; allowed are {', '.join(host.name for host in hosts)}")
+    found.start()
+    return found

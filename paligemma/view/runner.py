@@ -1,0 +1,174 @@
+"""Plans -> runs: a generator of what changes on the page while the model answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from paligemma.generation import Sampling
+from paligemma.view import objects, tokens, words
+from paligemma.view.picture import Picture, make_picture, open_picture, scene
+from paligemma.view.requests import read_request
+from paligemma.view.runs import Plan, Run, run_tree
+from paligemma.view.visit import RunControl, Visit
+
+if TYPE_CHECKING:
+    from paligemma.generation import GenerationResult, Step
+    from paligemma.view.models import ModelHost
+
+# At most 20 page updates a second: a browser that gets more falls behind the model.
+UPDATE_INTERVAL_S = 0.05
+
+
+class Update(NamedTuple):
+    """What changes on the page; None leaves a part as it is."""
+
+    notice: Any = None
+    strip: Any = None
+    objects: Any = None
+    runs: Any = None
+    scene: Any = None
+
+
+class Following:
+    """A stream of steps that is being read: the steps so far, and what the stream returns at the end."""
+
+    def __init__(self, stream: Iterator[Step]) -> None:
+        self.steps: list[Step] = []
+        self.result: GenerationResult | None = None
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Step]:
+        while True:
+            try:
+                step = next(self._stream)
+            except StopIteration as end:
+                self.result = end.value
+                return
+            self.steps.append(step)
+            yield step
+
+
+def carry_out(host: ModelHost, visit: Visit, plan: Plan, control: RunControl) -> Iterator[Update]:
+    """Run a plan on the host's model; `control` says when to stop.
+
+    Raises ValueError, in words for the visitor, for a plan that cannot be carried out, and what the model raises.
+    """
+    image = plan.picture if isinstance(plan.picture, Picture) else open_picture(plan.picture)
+    request = read_request(*plan.arguments)
+    for state in host.wait():
+        yield Update(state)
+        if control.stop_asked:
+            break
+    if control.stop_asked:
+        yield Update(words.notice("idle", "Stopped"))
+        return
+    picture = image if isinstance(image, Picture) else make_picture(image, host.model.processor)
+    sampling = Sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
+    request["seed"] = sampling.with_seed().seed
+    run = _new_run(host, visit, plan, picture, request)
+    try:
+        yield from _write_answer(host, visit, run, request, control, plan.stop_after)
+    finally:
+        if run.finish_reason is None:
+            run.finish(None)
+
+
+def _new_run(host: ModelHost, visit: Visit, plan: Plan, picture: Picture, request: dict[str, Any]) -> Run:
+    """The run of a plan, not yet in the history. A run that goes on keeps its number, its request and its tokens."""
+    earlier = visit.history.find(plan.replaces if plan.replaces is not None else plan.parent)
+    if earlier:
+        require_same_model(host, earlier)
+    if plan.replaces is None:
+        number = visit.history.next_number()
+        return Run(number, picture, request, host.facts(), plan.parent, plan.branched_at)
+    return Run(earlier.number, picture, earlier.request, earlier.model, plan.parent, plan.branched_at)
+
+
+def require_same_model(host: ModelHost, run: Run) -> None:
+    """Raise ValueError where another model than the host's made the run."""
+    if run.model["name"] != host.name:
+        raise ValueError(f"This run was made by {run.model['name']}. Load that model to go on from it.")
+
+
+def _write_answer(
+    host: ModelHost, visit: Visit, run: Run, request: dict[str, Any], control: RunControl, stop_after: int | None
+) -> Iterator[Update]:
+    earlier = visit.history.find(run.number)
+    shown = len(earlier.steps) if earlier else 0  # tokens that the strip has already
+    drawn, shown_at = None, 0.0
+    stream = host.model.stream(run.picture.seen, **request)
+    visit.history.add(run)
+    yield _first_update(host, visit, run, is_new=earlier is None)
+    with closing(stream):
+        following = Following(stream)
+        for step in following:
+            run.steps = following.steps
+            if control.stop_asked or (len(run.steps) == stop_after and step.finish_reason is None):
+                break
+            if len(run.steps) > shown and time.monotonic() - shown_at >= UPDATE_INTERVAL_S:
+                shown_at = time.monotonic()
+                found = objects.object_list(run, host.mask_decoder)
+                notice = words.notice("busy", "Token {number}", number=len(run.steps))
+                yield Update(notice, strip_of(run, shown), None if found == drawn else found)
+                shown, drawn = len(run.steps), found
+    if earlier and len(run.steps) < len(earlier.steps):  # stopped before it got to where it was
+        run.steps = earlier.steps
+    run.finish(following.result)
+    control.finished = True  # before the page hears of it: what is pressed next must find it so
+    yield _last_update(host, visit, run, following.result, shown)
+
+
+def _last_update(host: ModelHost, visit: Visit, run: Run, result: GenerationResult | None, shown: int) -> Update:
+    """The page as a run ends; only the tree, where another run was put on the page meanwhile."""
+    tree = run_tree(visit.history)
+    if visit.history.current is not run:
+        return Update(runs=tree)
+    notice = words.summary(result, run.request["temperature"] > 0) if result else words.stopped(run.steps)
+    return Update(notice, strip_of(run, shown, done=True), objects.object_list(run, host.mask_decoder), tree)
+
+
+def _first_update(host: ModelHost, visit: Visit, run: Run, is_new: bool) -> Update:
+    """The page as a run begins: emptied, unless an earlier run goes on."""
+    if not is_new:
+        return Update(words.notice("busy", "One step on"))
+    return Update(
+        words.notice("busy", "Looking at the picture"),
+        strip_of(run, 0),
+        objects.object_list(run),
+        run_tree(visit.history),
+        _show_picture_of(host, visit, run.picture),
+    )
+
+
+def _show_picture_of(host: ModelHost, visit: Visit, picture: Picture) -> Any:
+    """The picture part's value, or no change where it shows that picture already."""
+    if visit.picture is not None and visit.picture.shown == picture.shown:
+        return None
+    visit.picture = picture
+    return scene_of(host, picture)
+
+
+def scene_of(host: ModelHost, picture: Picture) -> dict[str, Any]:
+    """The picture part's value."""
+    return scene(picture, host.model.processor.num_image_tokens if host.model else None)
+
+
+def strip_of(run: Run, start: int, done: bool = False) -> dict[str, Any]:
+    """What the strip lacks that has the first `start` tokens of a run."""
+    return tokens.strip_update(run.number, run.steps, start, run.sampling, run.num_forced, done)
+
+
+def show_again(host: ModelHost, visit: Visit, run: Run) -> Update:
+    """Put an earlier run on the page."""
+    visit.control.stop_asked = True  # what still runs would write over it
+    visit.history.current = run
+    return Update(
+        words.run_shown(run),
+        strip_of(run, 0, done=True),
+        objects.object_list(run, host.mask_decoder),
+        run_tree(visit.history),
+        _show_picture_of(host, visit, run.picture),
+    )

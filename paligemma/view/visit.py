@@ -1,0 +1,61 @@
+"""What the server keeps of one visitor while the page is open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from paligemma.view.examples import Example
+from paligemma.view.models import ModelHost
+from paligemma.view.picture import Picture
+from paligemma.view.runs import History, Plan
+
+
+@dataclass
+class RunControl:
+    """What Stop and a run under way say to each other."""
+
+    stop_asked: bool = False
+    finished: bool = False
+
+
+@dataclass
+class Visit:
+    """One visitor's runs, and what was asked for next. Copied for every visitor, all but the models.
+
+    Attributes:
+        hosts: the server's models, at least one.
+        examples: those that the page offers.
+        model: which of the models answers, by its place in the list.
+        plan: what the next run shall do. A run takes it; one that finds none was overtaken, and does nothing.
+        control: of the newest run.
+        form: picture and prompt that the current run was asked with.
+        picture: the one on the page.
+        num_downloads: so that the same file can be had twice.
+    """
+
+    hosts: tuple[ModelHost, ...]
+    examples: tuple[Example, ...] = ()
+    history: History = field(default_factory=History)
+    model: int = 0
+    plan: Plan | None = None
+    control: RunControl = field(default_factory=lambda: RunControl(finished=True))
+    form: tuple[Any, ...] | None = None
+    picture: Picture | None = None
+    num_downloads: int = 0
+
+    @property
+    def host(self) -> ModelHost:
+        return self.hosts[self.model]
+
+    def ask(self, plan: Plan | None) -> None:
+        """Line a run up, and end what still runs; None leaves everything as it is."""
+        if plan is None:
+            return
+        self.control.stop_asked = True
+        self.control = RunControl()
+        self.plan = plan
+
+    def take_plan(self) -> Plan | None:
+        plan, self.plan = self.plan, None
+        return plan
