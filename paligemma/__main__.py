@@ -76,7 +76,7 @@ def check(chosen: argparse.Namespace) -> None:
 
 def answer(chosen: argparse.Namespace) -> None:
     """Load the model and print the answer while it is made."""
-    with Image.open(chosen.picture) as image:
+    with open_picture(chosen.picture) as image:
         vlm = paligemma.load(
             chosen.model, chosen.revision, chosen.device, chosen.dtype, progress=report_progress(sys.stderr.isatty())
         )
@@ -95,6 +95,14 @@ def answer(chosen: argparse.Namespace) -> None:
             text = step.text
             print(line_of(step) if chosen.candidates else step.text_delta, end="", flush=True)
     print(f"\n{text}" if chosen.candidates else "")
+
+
+def open_picture(path: str) -> Image.Image:
+    """The picture, not decoded yet. ValueError for one so large that Pillow takes it for an attack."""
+    try:
+        return Image.open(path)
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{path} is too large a picture: {error}") from None
 
 
 def line_of(step: Step) -> str:

@@ -91,11 +91,12 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         resolved = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ValueError(f"device {device!r} is unknown; allowed: auto, cpu, cuda, cuda:N, mps") from None
-    is_there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(resolved.type)
-    if is_there is not None and not is_there():
-        raise ValueError(f"device {device!r} is not available on this machine; use auto or cpu")
+    try:
+        torch.empty(0, device=resolved)
+    except Exception:  # each backend says in its own way that it is not built in, or that there is no such device
+        raise ValueError(f"device {str(device)!r} is not available on this machine; use auto or cpu") from None
     return resolved
 
 
@@ -105,7 +106,7 @@ def resolve_dtype(dtype: str | torch.dtype = "auto") -> torch.dtype | None:
         return None
     if dtype in DTYPES.values():
         return dtype
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; allowed: auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
@@ -165,8 +166,10 @@ def find(
     """
     wanted = resolve_dtype(dtype)
     if source is None:
+        if revision is not None:
+            raise CheckpointError(f"revision {revision!r} belongs to a hub id, and the bundled demo has no revisions")
         return Found(_checked(BUNDLED_FOLDER, NOT_BUNDLED), "bundled", "bundled demo", dtype=dtype)
-    folder = Path(source).expanduser()
+    folder = local_path(source)
     if folder.exists():
         if revision is not None:
             raise CheckpointError(f"revision {revision!r} belongs to a hub id, and {source} is on this machine")
@@ -179,6 +182,17 @@ def find(
         wanted = torch.bfloat16 if is_fast_in_bfloat16(resolve_device(device)) else torch.float32
     folder, revision = _download(str(source), revision, token, wanted)
     return Found(_checked(folder), "hub", str(source), revision, wanted)
+
+
+def local_path(source: str | Path) -> Path:
+    """Where `source` would lie on this machine, "~" resolved. Raises CheckpointError for what can be no path."""
+    try:
+        folder = Path(source).expanduser()
+        folder.exists()  # raises OSError for a name that is too long
+    except (TypeError, RuntimeError, OSError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise CheckpointError(f"{str(source)[:80]!r} is no folder and no hub id ({reason})") from None
+    return folder
 
 
 def _checked(folder: Path, if_absent: str = NOT_A_FOLDER) -> Path:
@@ -199,7 +213,7 @@ def _checked(folder: Path, if_absent: str = NOT_A_FOLDER) -> Path:
 
 
 def _require_config(folder: Path) -> None:
-    if not (folder / "config.json").exists():
+    if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder} has no config.json; a checkpoint folder holds config.json, {SINGLE_FILE} (or shards with "
             f"{INDEX_FILE}) and tokenizer.json"
@@ -339,13 +353,14 @@ def _files_of_index(index: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{index} has no readable weight_map; copy or download it again") from None
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    # A name that is no plain file's is refused: it could lead out of the folder.
+    if not names or not all(isinstance(name, str) and Path(name).name == name not in ("", "..") for name in names):
         raise CheckpointError(f"{index} must name files that lie beside it; it names {names}")
     return [index.parent / name for name in names]
 
 
 def _require_shard(file: Path) -> None:
-    if not file.exists():
+    if not file.is_file():
         raise CheckpointError(f"{file.name} is missing in {file.parent}; copy or download it again")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral, Real
 from time import perf_counter
@@ -55,7 +55,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _require(
-            _is_real(self.temperature) and 0 <= self.temperature < math.inf,
+            _is_real(self.temperature) and self.temperature >= 0 and _is_finite(self.temperature),
             "temperature",
             self.temperature,
             "a finite number of at least 0 (0 is greedy)",
@@ -75,6 +75,11 @@ class Sampling:
             self.seed,
             f"a whole number from 0 to {MAX_SEED}, or None for a fresh one",
         )
+        # NumPy's numbers and fractions are welcome; what is reported, and what tensors meet, are Python's own.
+        object.__setattr__(self, "temperature", float(self.temperature))
+        object.__setattr__(self, "top_k", int(self.top_k))
+        object.__setattr__(self, "top_p", float(self.top_p))
+        object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
 
     def with_seed(self) -> Sampling:
         """Itself when it has a seed, else a copy with a fresh one, drawn from the operating system."""
@@ -114,9 +119,7 @@ class GenerationOptions:
             self.top_n,
             f"a whole number from 1 to {MAX_TOP_N}",
         )
-        forced_ids = tuple(self.forced_ids) if isinstance(self.forced_ids, Iterable) else (self.forced_ids,)
-        _require(all(map(_is_integer, forced_ids)), "forced_ids", self.forced_ids, "a sequence of token ids")
-        object.__setattr__(self, "forced_ids", tuple(map(int, forced_ids)))
+        object.__setattr__(self, "forced_ids", _read_forced_ids(self.forced_ids))
         _require(
             self.time_limit is None or (_is_real(self.time_limit) and 0 < self.time_limit < math.inf),
             "time_limit",
@@ -376,7 +379,7 @@ class _Answer:
         self._options = options
         self._end_token_ids = end_token_ids
         self._sampling = options.sampling.with_seed()
-        self._generator = torch.Generator().manual_seed(int(self._sampling.seed))
+        self._generator = torch.Generator().manual_seed(self._sampling.seed)
         self._row_ids = sampleable.nonzero().flatten()
         self._decoder = processor.stream_decoder()
         self._started = started
@@ -501,8 +504,24 @@ def _require(holds: bool, name: str, value: Any, allowed: str) -> None:
         raise ValueError(f"{name} is {value!r}; allowed is {allowed}")
 
 
+def _read_forced_ids(forced_ids: Any) -> tuple[int, ...]:
+    try:
+        token_ids = tuple(forced_ids)
+    except TypeError:  # one number
+        token_ids = (forced_ids,)
+    _require(all(map(_is_integer, token_ids)), "forced_ids", forced_ids, "a sequence of token ids")
+    return tuple(map(int, token_ids))
+
+
 def _is_real(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 def _is_integer(value: Any) -> bool:

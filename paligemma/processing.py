@@ -68,7 +68,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         frame = _first_frame(image)
         orientation = _exif_orientation(frame)
         rgb = _frame_to_rgb(frame)
-    except (OSError, EOFError, SyntaxError, TypeError, struct.error) as error:
+    except (OSError, EOFError, SyntaxError, ValueError, TypeError, IndexError, struct.error) as error:
         raise ValueError(f"image cannot be decoded: {error}") from error
     if orientation in _TURN_UPRIGHT:
         rgb = rgb.transpose(_TURN_UPRIGHT[orientation])
@@ -167,7 +167,7 @@ class ImageSettings:
     resample: int = int(Image.Resampling.BICUBIC)
 
     def __post_init__(self) -> None:
-        if len(self.mean) != 3 or len(self.std) != 3 or not all(value > 0 for value in self.std):
+        if len(self.mean) != 3 or len(self.std) != 3 or not all(0 < value < math.inf for value in self.std):
             raise ValueError(
                 f"image_mean and image_std need three numbers, std above 0; got {self.mean} and {self.std}"
             )
@@ -184,8 +184,8 @@ class ImageSettings:
         _check_steps(stored, image_size)
         defaults = cls()
         return cls(
-            mean=_three(stored.get("image_mean"), defaults.mean),
-            std=_three(stored.get("image_std"), defaults.std),
+            mean=_three("image_mean", stored.get("image_mean"), defaults.mean),
+            std=_three("image_std", stored.get("image_std"), defaults.std),
             resample=_given(stored.get("resample"), defaults.resample),
         )
 
@@ -203,7 +203,10 @@ def _read_image_processor(folder: Path) -> Mapping[str, Any]:
             raise ValueError(f"{path} must hold an object, got {type(stored).__name__}")
         if name == "preprocessor_config.json":
             return stored
-        return stored.get("image_processor") or {}
+        image_processor = _given(stored.get("image_processor"), {})
+        if not isinstance(image_processor, dict):
+            raise ValueError(f"{path}: image_processor must be an object, got {image_processor!r}")
+        return image_processor
     return {}
 
 
@@ -219,8 +222,8 @@ def _check_steps(stored: Mapping[str, Any], image_size: int) -> None:
         if _given(stored.get(name), value) is not value:
             raise ValueError(f"the image processor's {name} is {stored[name]!r}; allowed is {value}")
     factor = _given(stored.get("rescale_factor"), 1 / 255)
-    if not math.isclose(factor, 1 / 255, rel_tol=1e-6):
-        raise ValueError(f"the image processor's rescale_factor is {factor}; allowed is 1/255")
+    if not isinstance(factor, int | float) or not math.isclose(factor, 1 / 255, rel_tol=1e-6):
+        raise ValueError(f"the image processor's rescale_factor is {factor!r}; allowed is 1/255")
     size = _given(stored.get("size"), image_size)
     if size not in (image_size, {"height": image_size, "width": image_size}):
         raise ValueError(f"the image processor's size is {size}; the vision tower takes {image_size} x {image_size}")
@@ -230,10 +233,11 @@ def _given(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _three(value: float | Sequence[float] | None, default: tuple[float, ...]) -> tuple[float, ...]:
-    if value is None:
-        return default
-    return (float(value),) * 3 if isinstance(value, int | float) else tuple(map(float, value))
+def _three(name: str, value: Any, default: tuple[float, ...]) -> tuple[float, ...]:
+    values = [value] * 3 if isinstance(value, int | float) else _given(value, default)
+    if not isinstance(values, list | tuple) or not all(isinstance(each, int | float) for each in values):
+        raise ValueError(f"the image processor's {name} is {value!r}; allowed are a number or three")
+    return tuple(map(float, values))
 
 
 # Tokenizer

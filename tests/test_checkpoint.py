@@ -255,6 +255,8 @@ def test_a_damaged_header_is_named(folder):
         ("[]", "no readable weight_map"),
         ('{"weight_map": {}}', "must name files"),
         ('{"weight_map": {"a": "../../secret.safetensors"}}', "must name files that lie beside it"),
+        ('{"weight_map": {"a": ".."}}', "must name files that lie beside it"),
+        ('{"weight_map": {"a": ""}}', "must name files that lie beside it"),
     ],
 )
 def test_a_bad_index_is_named(sharded, content, message):
@@ -320,15 +322,15 @@ def test_mixed_types_become_the_one_of_most_weights(folder):
     assert {parameter.dtype for parameter in load_model(folder, "cpu").parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("dtype", ["int8", torch.float64, "double"])
+@pytest.mark.parametrize("dtype", ["int8", torch.float64, "double", None, ["float32"]])
 def test_other_types_are_refused(folder, dtype):
     with pytest.raises(ValueError, match="allowed: auto, float32, bfloat16, float16"):
         load_model(folder, "cpu", dtype)
 
 
-@pytest.mark.parametrize("device", ["tpu9", "cuda:99" if torch.cuda.is_available() else "cuda"])
+@pytest.mark.parametrize("device", ["tpu9", "cuda:99", torch.device("cuda:99"), "xpu", "CPU", "", None, 5])
 def test_a_device_that_is_not_there_is_refused(folder, device):
-    with pytest.raises(ValueError, match=device):
+    with pytest.raises(ValueError, match=f"device .*{device}.* is (unknown|not available)"):
         load_model(folder, device)
 
 
@@ -429,14 +431,32 @@ def test_what_is_no_folder_and_no_hub_id_is_refused(source):
         find(source)
 
 
+@pytest.mark.parametrize("source", ["a" * 5000, f"a/{'b' * 5000}", "~no_such_user/model", 5, b"folder", ["folder"]])
+def test_what_can_be_no_path_is_refused_in_few_words(source):
+    with pytest.raises(CheckpointError, match="is no folder and no hub id") as caught:
+        find(source)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(("name", "message"), [("config.json", "no config.json"), (SINGLE_FILE, "is missing")])
+def test_a_folder_is_no_file(folder, name, message):
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    for call in (find, load_model):
+        with pytest.raises(CheckpointError, match=message):
+            call(folder)
+
+
 def test_a_file_is_no_folder(folder):
     with pytest.raises(CheckpointError, match="give the folder that holds"):
         find(folder / SINGLE_FILE)
 
 
-def test_a_revision_needs_a_hub_id(folder):
-    with pytest.raises(CheckpointError, match="belongs to a hub id"):
-        find(folder, revision="main")
+def test_a_revision_needs_a_hub_id(folder, monkeypatch):
+    monkeypatch.setattr(checkpoint, "BUNDLED_FOLDER", folder)
+    for source in (folder, None):
+        with pytest.raises(CheckpointError, match="belongs to a hub id"):
+            find(source, revision="main")
 
 
 class FakeHub:

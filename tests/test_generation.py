@@ -7,7 +7,9 @@ import itertools
 import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -166,7 +168,7 @@ def test_draws_follow_the_probabilities_and_never_meet_a_zero():
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("temperature", [math.inf, math.nan, -1, -1e-9, "1", None, True]),
+        ("temperature", [math.inf, math.nan, -1, -1e-9, "1", None, True, 10**400]),
         ("top_k", [-1, 1.5, None, "5", True]),
         ("top_p", [0, -0.1, 1.0001, math.nan, math.inf, None, True]),
         ("seed", [-1, 2**63, 1.0, "1", True]),
@@ -184,7 +186,7 @@ def test_bad_sampling_values_are_named(name, values):
     [
         ("max_new_tokens", [0, -1, 1.5, None, True]),
         ("top_n", [0, 51, 2.0, None]),
-        ("forced_ids", ["12", [1.5], 7.5, None]),
+        ("forced_ids", ["12", [1.5], 7.5, None, np.array(1.5), np.array(5), [[1]]]),
         ("time_limit", [0, -1, math.nan, math.inf, "1"]),
     ],
 )
@@ -192,6 +194,16 @@ def test_bad_options_are_named(name, values):
     for value in values:
         with pytest.raises(ValueError, match=name):
             GenerationOptions(**{name: value})
+
+
+def test_numbers_of_any_kind_become_pythons_own():
+    sampling = Sampling(np.float32(0.5), np.int64(3), Fraction(1, 2), np.uint8(7))
+    assert sampling == Sampling(0.5, 3, 0.5, 7)
+    values = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
+    assert [type(value) for value in values] == [float, int, float, int]
+    for forced_ids in ([5], 5, np.array([5]), np.int64(5), range(5, 6), iter([5])):
+        (token_id,) = GenerationOptions(forced_ids=forced_ids).forced_ids
+        assert (token_id, type(token_id)) == (5, int)
 
 
 def test_largest_rows_and_ranks_agree_and_order_equals_by_id():

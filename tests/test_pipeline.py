@@ -192,6 +192,12 @@ def test_failures_are_one_line_and_end_with_1(folder, picture_file, tmp_path, ca
         assert captured.out == ""
 
 
+def test_a_picture_too_large_for_pillow_is_one_line_too(folder, picture_file, monkeypatch, capsys):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    assert command_line.main([str(picture_file), "caption en", "--model", str(folder)]) == 1
+    assert "too large a picture" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_with_130(folder, picture_file, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from io import BytesIO
 from pathlib import Path
@@ -271,7 +272,7 @@ def test_what_is_no_image_is_refused(value):
         to_rgb(value)
 
 
-@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "GIF", "BMP"])
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "GIF", "BMP", "QOI"])
 def test_a_truncated_file_is_a_value_error(file_format):
     file = BytesIO()
     noise(64, 64).save(file, file_format)
@@ -600,11 +601,24 @@ def test_other_mean_std_and_filter_are_read(folder):
         {"resample": 9},
         {"image_mean": [0.5, 0.5]},
         {"image_std": [0.5, 0.5, 0.0]},
+        {"image_mean": [None, None, None]},
+        {"image_mean": "0.5"},
+        {"image_std": {"r": 0.5}},
+        {"image_std": math.inf},
+        {"rescale_factor": "1/255"},
+        {"rescale_factor": [1 / 255]},
     ],
 )
 def test_a_step_that_we_do_not_do_is_refused(folder, settings):
     write_settings(folder, **settings)
     with pytest.raises(ValueError, match=next(iter(settings))):
+        PaliGemmaProcessor.from_folder(folder, tiny_config())
+
+
+@pytest.mark.parametrize("settings", ["none", [1], 0.5])
+def test_settings_of_transformers_5_must_be_an_object(folder, settings):
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": settings}), encoding="utf-8")
+    with pytest.raises(ValueError, match="image_processor must be an object"):
         PaliGemmaProcessor.from_folder(folder, tiny_config())
 
 

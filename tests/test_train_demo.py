@@ -14,6 +14,7 @@ from paligemma.scripts.train_demo import (
     TrainOptions,
     Vocabulary,
     demo_config,
+    find_state,
     initialise,
     location_loss,
     text_loss,
@@ -119,3 +120,14 @@ def test_the_plan_ends_with_single_rows_and_a_rate_of_zero():
     assert factors[0] < 1 and factors[15] == 1 and factors[-1] == pytest.approx(1 / 9)
     longer = dataclasses.replace(options, steps=60)
     assert [longer.stage(step) for step in range(31)] == stages[:31], "a longer plan shares the shorter one's beginning"
+
+
+def test_a_longer_plan_goes_on_from_before_the_rate_fell(tmp_path):
+    options = TrainOptions(work=tmp_path, steps=30)
+    assert find_state(options) is None
+    torch.save({"total_steps": options.total_steps}, tmp_path / "state.pt")
+    longer = dataclasses.replace(options, steps=60)
+    assert find_state(longer) == tmp_path / "state.pt", "a plan changed before its rate fell goes on where it was"
+    torch.save({"total_steps": options.total_steps}, tmp_path / "plateau.pt")
+    assert find_state(options) == tmp_path / "state.pt"
+    assert find_state(longer) == tmp_path / "plateau.pt"

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from paligemma.checkpoint import save
+from paligemma.checkpoint import load_model, save
 from paligemma.config import GemmaConfig, PaliGemmaConfig, SiglipVisionConfig
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 from paligemma.scripts.demo_batches import (
@@ -68,6 +68,7 @@ NUM_LOCATIONS = 1024
 class TrainOptions:
     """What the command line sets.
 
+    `start_from` is a folder with weights to begin with, where no state is left to go on from.
     `vision_steps`, then `steps` more, the last `cooldown_steps` of them with a falling learning rate. `matrix_rate` is
     Muon's (its updates are brought to AdamW's size), `rate` AdamW's.
     """
@@ -76,6 +77,7 @@ class TrainOptions:
     work: Path = Path("runs/demo")
     icons: Path = Path("runs/icons")
     mask_encoder: Path = Path("runs/masks/encoder.safetensors")
+    start_from: str = ""
     vision_steps: int = 1300
     steps: int = 3000
     cooldown_steps: int = 900
@@ -482,6 +484,8 @@ def train(options: TrainOptions) -> None:
     if state is not None:
         trainer.restore(torch.load(state, weights_only=True, map_location=trainer.device))
         print(f"going on from {state} at step {trainer.step} of {options.total_steps}")
+    elif options.start_from:
+        trainer.model.load_state_dict(load_model(options.start_from, trainer.device, torch.float32).state_dict())
     evaluation = QuickEvaluation(options.icons, options.mask_encoder)
     log = Log(options.work / "log.jsonl")
     saved = time.monotonic()
