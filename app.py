@@ -110,8 +110,12 @@ def answer_on_page(visit: Visit) -> Iterator[Update]:
 
 
 def _page(update: Update) -> Update:
-    """In Gradio's words: a part that stays as it is."""
-    return Update(*(gr.skip() if part is None else part for part in update))
+    """In Gradio's words: a part that stays as it is; and new tokens as one JSON text.
+
+    Gradio sends how a value differs from the one before. Of two sets of tokens that is longer than the tokens are.
+    """
+    strip = None if update.strip is None else json.dumps(update.strip, ensure_ascii=False, separators=(",", ":"))
+    return Update(*(gr.skip() if value is None else value for value in update._replace(strip=strip)))
 
 
 def send_all_tokens(visit: Visit) -> Any:
@@ -344,22 +348,15 @@ def part(script: str, value: Any = None, **settings: Any) -> gr.HTML:
     """A part of the page that `assets/<script>.js` draws from data.
 
     The template is static and holds no data, because Gradio compiles templates into code; the script writes what it
-    gets as text. (A class of our own would be the usual way, but Gradio writes a .pyi file beside each.)
+    gets as text.
     """
-    component = gr.HTML(
-        as_json(value),
+    return gr.HTML(
+        value,
         html_template='<div class="part"></div>',
         js_on_load=(ASSETS / f"{script}.js").read_text(encoding="utf-8"),
         apply_default_css=False,
         **settings,
     )
-    component.postprocess = as_json
-    return component
-
-
-def as_json(value: Any) -> str | None:
-    """What a handler gives to a part, as one JSON text: the differences that Gradio sends of nested data are longer."""
-    return None if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 class Form(NamedTuple):
