@@ -60,9 +60,10 @@ def ask(visit: Visit, picture: Path | None, prompt: str = "caption en", **change
     return app.ask(visit, upload(picture), prompt, *{**DECODING, **changes}.values())
 
 
-def decoded(update: Update) -> Update:
-    """The tokens, which go as text, as data again."""
-    return update._replace(strip=json.loads(update.strip)) if isinstance(update.strip, str) else update
+def decoded(news: str | dict) -> Update:
+    """What the page is told, with `gr.skip()` for what it is not."""
+    changes = {} if news == gr.skip() else json.loads(news)
+    return Update(*(changes.get(name, gr.skip()) for name in Update._fields))
 
 
 def answer(visit: Visit) -> list[Update]:
@@ -102,6 +103,17 @@ def test_the_strip_gets_each_token_once(picture_file, monkeypatch):
     assert added == [[], ["␣a"], ["␣cat"], ["<eos>"], []]
     assert words.spoken(updates[-1].notice).startswith("The answer is complete · 3 tokens · picture 0.01 s")
     assert updates[-1].strip["done"]
+
+
+def test_news_are_numbered_and_what_was_missed_can_be_had_again(picture_file, monkeypatch):
+    monkeypatch.setattr(runner, "UPDATE_INTERVAL_S", 0)
+    visit = make_visit()
+    assert app.send_all(visit) == gr.skip()  # there is no run yet
+    ask(visit, picture_file)
+    numbers = [json.loads(news)["number"] for news in app.answer_on_page(visit) if news != gr.skip()]
+    assert numbers == list(range(1, len(numbers) + 1))
+    again = decoded(app.send_all(visit))
+    assert len(again.strip["tokens"]) == 3 and again.strip["done"] and again.scene["width"] == 64
 
 
 def test_the_page_is_updated_at_most_twenty_times_a_second(picture_file):
@@ -221,7 +233,7 @@ def test_the_page_s_numbers_are_the_api_s(picture_file):
     visit = make_visit(FakeModel(("▁a", "▁cat")))
     run_page(visit, picture_file)
     events = [event["step"] for event in run_api(visit.host, picture_file) if event["step"]]
-    entries = app.send_all_tokens(visit)["tokens"]
+    entries = decoded(app.send_all(visit)).strip["tokens"]
     for entry, step in zip(entries, events, strict=True):
         assert (entry["id"], entry["prob"], entry["entropy"]) == (step["token_id"], step["prob"], step["entropy"])
         assert [row["id"] for row in entry["rows"]] == [candidate["token_id"] for candidate in step["top"]]
@@ -277,7 +289,7 @@ def test_a_branch_answers_anew_by_id_and_keeps_the_earlier_run(picture_file):
     assert [(row["number"], row["depth"], row["branched_at"], row["piece"]) for row in rows] == [
         (1, 0, None, ""), (2, 1, 2, "␣else"),
     ]  # fmt: skip
-    tokens = app.send_all_tokens(visit)["tokens"]
+    tokens = decoded(app.send_all(visit)).strip["tokens"]
     assert [token["forced"] for token in tokens] == [True, True, False, False]
     assert tokens[1]["chosen"] == 2 and tokens[1]["rows"][2]["id"] == 12
 
@@ -314,7 +326,7 @@ def test_an_earlier_run_is_shown_again_as_it_was(picture_file):
     update = decoded(app.show_run(visit, event(run=1)))
     assert update.strip["run"] == 1 and update.strip["start"] == 0 and len(update.strip["tokens"]) == 3
     assert [row["current"] for row in update.runs["runs"]] == [True, False]
-    assert app.show_run(visit, event(run=99)) == Update(*[gr.skip()] * 5)
+    assert app.show_run(visit, event(run=99)) == gr.skip()
     assert app.compare_runs(visit, event(runs=[1, 2]))["compared"] is not None
     assert app.compare_runs(visit, event(runs=[1, 99]))["compared"] is None
 
@@ -347,7 +359,7 @@ def test_a_run_is_exported_and_imported(picture_file):
     assert update.runs["runs"][0]["imported"] and update.scene["width"] == 64
     app.ask_for_branch(other, event(run=1, index=0, token_id=1))
     assert "␣other" in shown_pieces(answer(other))
-    bad = app.import_run(other, b"{}")
+    bad = decoded(app.import_run(other, b"{}"))
     assert bad.notice["kind"] == "error" and bad.strip == gr.skip()
 
 
