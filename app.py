@@ -30,7 +30,7 @@ from paligemma.view import attention, events, examples, export, objects, runs, t
 from paligemma.view.models import ModelHost, host_named
 from paligemma.view.picture import make_picture, open_picture
 from paligemma.view.requests import MAX_PROMPT_CHARACTERS, picture_path, read_ids, read_index, read_request
-from paligemma.view.runner import Following, Update, carry_out, require_same_model, scene_of, show_again, strip_of
+from paligemma.view.runner import Following, Update, carry_out, require_same_model, scene_of, show_again, whole_page
 from paligemma.view.runs import Plan
 from paligemma.view.visit import Visit
 
@@ -92,32 +92,39 @@ def ask_for_example(visit: Visit, event: gr.EventData, *decoding: Any) -> tuple[
     return str(example.path), example.prompt, words.notice("busy", "Waiting for its turn")
 
 
-def answer_on_page(visit: Visit) -> Iterator[Update]:
+def answer_on_page(visit: Visit) -> Iterator[Any]:
     """Do what was asked for last. Whatever goes wrong becomes a line of the page; what was written stays."""
     # Gradio closes an abandoned generator only once it has yielded: so yield before any work.
-    yield _page(Update())
+    yield gr.skip()
     plan, control = visit.take_plan(), visit.control
     if plan is None:
         return
     try:
-        yield _page(Update(words.notice("busy", "Preparing")))
+        yield _news(visit, Update(words.notice("busy", "Preparing")))
         for update in carry_out(visit.host, visit, plan, control):
-            yield _page(update)
+            yield _news(visit, update)
     except Exception as error:
-        yield _page(Update(_failure(error)))
+        yield _news(visit, Update(_failure(error)))
     finally:
         control.finished = True
 
 
-def _page(update: Update) -> Update:
-    """In Gradio's words: a part that stays as it is."""
-    return Update(*(gr.skip() if part is None else part for part in update))
+def _news(visit: Visit, update: Update) -> str:
+    """An update as one text: what changes, by its name, and a number by which the page sees whether it missed one.
+
+    One output, because Gradio builds a component anew for each output that is skipped; and text, because of data it
+    sends how they differ from the data before, which is longer than new tokens are.
+    """
+    visit.num_news += 1
+    changes = {name: value for name, value in update._asdict().items() if value is not None}
+    return json.dumps({"number": visit.num_news, **changes}, ensure_ascii=False, separators=(",", ":"))
 
 
-def send_all_tokens(visit: Visit) -> Any:
-    """The strip missed an update: all tokens of the current run."""
+def send_all(visit: Visit) -> Any:
+    """The page missed an update: everything of the current run."""
     run = visit.history.current
-    return strip_of(run, 0, run.finish_reason is not None) if run else gr.skip()
+    visit.picture = None  # the picture may be what was missed
+    return _news(visit, whole_page(visit.host, visit, run)) if run else gr.skip()
 
 
 def ask_to_stop(visit: Visit) -> Any:
@@ -144,8 +151,9 @@ def show_picture(visit: Visit, upload: Any) -> tuple[Any, Any]:
     return gr.skip(), scene_of(host, picture)
 
 
-def clear_picture() -> None:
+def clear_picture(visit: Visit) -> None:
     """Another picture is wanted: the field is empty again."""
+    visit.picture = None
 
 
 def write_prompt(visit: Visit, prompt: Any, event: gr.EventData) -> Any:
@@ -164,10 +172,10 @@ def _tasks(host: ModelHost) -> tuple[tasks.Task, ...]:
     return tasks.tasks_of(host.model.source) if host.model else ()
 
 
-def show_run(visit: Visit, event: gr.EventData) -> Update:
+def show_run(visit: Visit, event: gr.EventData) -> Any:
     """An earlier run was chosen in the tree."""
     run = visit.history.find(event.run)
-    return _page(show_again(visit.host, visit, run) if run else Update())
+    return _news(visit, show_again(visit.host, visit, run)) if run else gr.skip()
 
 
 def compare_runs(visit: Visit, event: gr.EventData) -> Any:
@@ -235,15 +243,15 @@ def export_run(visit: Visit) -> tuple[Any, Any]:
     return gr.skip(), _download(visit, f"run-{run.number}.json", "application/json", text=text)
 
 
-def import_run(visit: Visit, file: bytes | None) -> Update:
+def import_run(visit: Visit, file: bytes | None) -> Any:
     """A run from a file, checked like any input, becomes the run on the page."""
     try:
         if file is None:
-            return _page(Update())
+            return gr.skip()
         run = visit.history.add(export.read_run(file, visit.history.next_number()))
-        return _page(show_again(visit.host, visit, run))
+        return _news(visit, show_again(visit.host, visit, run))
     except Exception as error:
-        return _page(Update(_failure(error)))
+        return _news(visit, Update(_failure(error)))
 
 
 def _download(visit: Visit, name: str, media_type: str, **content: str) -> dict[str, Any]:
@@ -344,22 +352,15 @@ def part(script: str, value: Any = None, **settings: Any) -> gr.HTML:
     """A part of the page that `assets/<script>.js` draws from data.
 
     The template is static and holds no data, because Gradio compiles templates into code; the script writes what it
-    gets as text. (A class of our own would be the usual way, but Gradio writes a .pyi file beside each.)
+    gets as text.
     """
-    component = gr.HTML(
-        as_json(value),
+    return gr.HTML(
+        value,
         html_template='<div class="part"></div>',
         js_on_load=(ASSETS / f"{script}.js").read_text(encoding="utf-8"),
         apply_default_css=False,
         **settings,
     )
-    component.postprocess = as_json
-    return component
-
-
-def as_json(value: Any) -> str | None:
-    """What a handler gives to a part, as one JSON text: the differences that Gradio sends of nested data are longer."""
-    return None if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 class Form(NamedTuple):
@@ -405,18 +406,14 @@ class Parts(NamedTuple):
     export: gr.Button
     imported: gr.UploadButton
     download: gr.HTML
-
-    @property
-    def page(self) -> list[gr.HTML]:
-        """The outputs of an Update."""
-        return [self.notice, self.strip, self.objects, self.runs, self.scene]
+    news: gr.HTML
 
 
 def _header(hosts: Hosts) -> tuple[gr.HTML, gr.Dropdown]:
     """(badge, list of models); the list is shown where there is a choice."""
     with gr.Row(elem_id="header"):
         part("heading", text="PaliGemma, token by token", tag="h1", elem_id="title")
-        badge = part("notice", hosts[0].notice, elem_id="badge")
+        badge = part("notice", hosts[0].notice, follows=False, elem_id="badge")
         names = [host.name for host in hosts]
         models = gr.Dropdown(
             names, value=names[0], label="Model", visible=len(hosts) > 1, elem_id="models", container=False
@@ -477,9 +474,8 @@ def _ask_column() -> tuple[Form, Buttons, gr.HTML, gr.HTML, gr.HTML]:
             task_chips = part("chips", name="Tasks", elem_id="tasks")
             prompt = _prompt_field()
             buttons = _buttons()
-            notice = part(
-                "notice", words.notice("idle", "Choose a picture, write a prompt, press Enter."), elem_id="notice"
-            )
+            welcome = words.notice("idle", "Choose a picture, write a prompt, press Enter.")
+            notice = part("notice", welcome, follows=True, elem_id="notice")
             decoding = _decoding_controls()
     return Form(picture, prompt, *decoding), buttons, scene_part, task_chips, notice
 
@@ -506,7 +502,8 @@ def _answer_column() -> dict[str, Any]:
                 look = part("look", columns=attention.LENS_COLUMNS, elem_id="look")
             with gr.Column(**history):
                 tree, export_button, imported = _runs_panel()
-            shares, download = part("relay", topic="shares"), part("download")
+            # These draw nothing.
+            shares, download, news = part("relay", topic="shares"), part("download"), part("news")
     return {
         "strip": strip,
         "inspector": inspector,
@@ -517,6 +514,7 @@ def _answer_column() -> dict[str, Any]:
         "imported": imported,
         "shares": shares,
         "download": download,
+        "news": news,
     }
 
 
@@ -568,7 +566,7 @@ def _wire_runs(visit: gr.State, form: Form, buttons: Buttons, parts: Parts) -> N
         ),
     ]
     for event in asked:
-        event.then(answer_on_page, visit, parts.page, trigger_mode="multiple", **MODEL_QUEUE, **PRIVATE)
+        event.then(answer_on_page, visit, parts.news, trigger_mode="multiple", **MODEL_QUEUE, **PRIVATE)
     # Gradio's own `cancels` ignores Run until the running step is over, and then reports an error.
     buttons.stop.click(ask_to_stop, visit, parts.notice, **AT_ONCE)
 
@@ -581,7 +579,7 @@ def _wire_form(visit: gr.State, form: Form, parts: Parts) -> None:
         preprocess=False,
         **AT_ONCE,
     )
-    parts.scene.clear(clear_picture, None, form.picture, **AT_ONCE)
+    parts.scene.clear(clear_picture, visit, form.picture, **AT_ONCE)
     parts.tasks.select(write_prompt, [visit, form.prompt], form.prompt, **AT_ONCE).then(
         None, js="() => document.querySelector('#prompt textarea').focus()", **PRIVATE
     )
@@ -589,14 +587,14 @@ def _wire_form(visit: gr.State, form: Form, parts: Parts) -> None:
 
 def _wire_answer(visit: gr.State, parts: Parts) -> None:
     """What can be done with an answer. Tokens and candidates need no event: the strip has their numbers."""
-    parts.strip.resync(send_all_tokens, visit, parts.strip, **AT_ONCE)
+    parts.news.resync(send_all, visit, parts.news, **AT_ONCE)
     parts.strip.shares(picture_shares, visit, [parts.notice, parts.shares], **MODEL_QUEUE, **PRIVATE)
     parts.look.inspect(look_inside, visit, [parts.notice, parts.look], **MODEL_QUEUE, **PRIVATE)
     parts.objects.download(download_objects, visit, parts.download, **AT_ONCE)
-    parts.runs.open(show_run, visit, parts.page, **AT_ONCE)
+    parts.runs.open(show_run, visit, parts.news, **AT_ONCE)
     parts.runs.compare(compare_runs, visit, parts.runs, **AT_ONCE)
     parts.export.click(export_run, visit, [parts.notice, parts.download], **AT_ONCE)
-    parts.imported.upload(import_run, [visit, parts.imported], parts.page, **AT_ONCE)
+    parts.imported.upload(import_run, [visit, parts.imported], parts.news, **AT_ONCE)
 
 
 def _wire_model_state(app: gr.Blocks, visit: gr.State, parts: Parts) -> None:

@@ -1,4 +1,5 @@
-// A line that says what the app is doing: {kind, text, values?} of paligemma/view/words.py.
+// A line that says what the app is doing: {kind, text, values?} of paligemma/view/words.py. With props.follows it
+// also shows the notices of runs.
 
 const { t, make, read, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
@@ -7,12 +8,19 @@ const line = make("span", "words");
 part.append(dot, line);
 part.setAttribute("role", "status");
 
+let shown = read(props.value);
+
 function draw() {
-  const { kind, text, values, joined } = read(props.value) || { kind: "idle", text: "" };
+  const { kind, text, values, joined } = shown || { kind: "idle", text: "" };
   const sentences = joined || [[text, values]];
   part.className = "part notice " + kind;
   part.setAttribute("aria-live", kind === "busy" ? "off" : "polite"); // not every token is spoken
   line.textContent = sentences.map(([sentence, holes]) => t(sentence, holes)).join(" · ");
 }
+function show(value) {
+  shown = value;
+  draw();
+}
 subscribe("language", draw);
-watch("value", draw);
+watch("value", () => show(read(props.value)));
+if (props.follows) subscribe("new notice", show);

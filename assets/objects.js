@@ -1,7 +1,7 @@
 // The objects of the answer as a table: {run, objects, problems, has_codes} of paligemma/view/objects.py. Publishes
 // "objects" for the picture; a row, its box and its tokens find each other.
 
-const { t, make, button, makeTable, read, publish, subscribe } = window.paligemma;
+const { t, make, button, makeTable, publish, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("objects");
 let value = null;
@@ -71,9 +71,8 @@ subscribe("token", (shown) => {
   mark(index);
 });
 subscribe("language", draw);
-watch("value", () => {
-  value = read(props.value);
-  if (!value) return;
+subscribe("new objects", (found) => {
+  value = found;
   publish("objects", value);
   draw();
 });

@@ -159,9 +159,9 @@ window.paligemma = (function () {
   // An answer to be read: the location and mask tokens of an object are one sign.
   const readable = (raw) => raw.replace(/(<loc\d{4}>)+(\s*<seg\d{3}>)*\s*/g, "▢ ").trimStart();
 
-  // A part's value is JSON text, or nothing.
+  // A part's value: data, JSON text of it, or nothing.
   function read(value) {
-    return value ? JSON.parse(value) : null;
+    return typeof value === "string" ? (value ? JSON.parse(value) : null) : value || null;
   }
 
   document.addEventListener("keydown", (event) => {

@@ -6,8 +6,10 @@ const part = element.querySelector(".part");
 part.classList.add("runs");
 let ticked = [];
 
+let value = { runs: [], compared: null };
+
 function draw() {
-  const { runs, compared } = read(props.value) || { runs: [], compared: null };
+  const { runs, compared } = value;
   ticked = ticked.filter((number) => runs.some((run) => run.number === number));
   if (!runs.length) return part.replaceChildren(make("p", "empty", t("Every run stays here, and every branch below the run it left.")));
   const list = make("ul", "tree");
@@ -58,5 +60,10 @@ function drawCompared(sides) {
   return block;
 }
 
+function show(tree) {
+  value = tree;
+  draw();
+}
 subscribe("language", draw);
-watch("value", draw);
+watch("value", () => show(read(props.value)));
+subscribe("new runs", show);

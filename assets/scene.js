@@ -6,8 +6,9 @@ const part = element.querySelector(".part");
 let objects = [];
 let marked = null;
 
+let scene = null;
+
 function draw() {
-  const scene = read(props.value);
   document.body.classList.toggle("has-picture", Boolean(scene));
   publish("picture", scene);
   if (!scene) return part.replaceChildren();
@@ -18,7 +19,10 @@ function draw() {
   image.src = scene.src;
   image.alt = t("The picture that was asked about");
   figure.append(image, make("div", "layer"));
-  const other = button("plain change", t("Choose another picture"), () => trigger("clear", {}));
+  const other = button("plain change", t("Choose another picture"), () => {
+    show(null);
+    trigger("clear", {});
+  });
   part.replaceChildren(figure, seenLine(scene), other);
   drawObjects();
 }
@@ -64,6 +68,12 @@ function drawObjects() {
   );
 }
 
+function show(value) {
+  scene = value;
+  draw();
+}
+
+subscribe("new scene", show);
 subscribe("objects", (value) => {
   objects = value.objects;
   drawObjects();
@@ -73,4 +83,4 @@ subscribe("marked object", (index) => {
   drawObjects();
 });
 subscribe("language", draw);
-watch("value", draw);
+watch("value", () => show(read(props.value)));

@@ -2,7 +2,7 @@
 // {run, start, count, done, tokens} of paligemma/view/tokens.py. Publishes "token", the chosen one with all its
 // numbers, so that it is shown without asking the server again.
 
-const { t, make, button, svg, readable, read, publish, subscribe } = window.paligemma;
+const { t, make, button, svg, readable, publish, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("answer");
 
@@ -12,7 +12,6 @@ let chosen = null;
 let follows = true; // the newest token is the chosen one until a person chooses
 let marked = [];
 let shares = [];
-let isAsking = false;
 let colouring = "probability";
 
 // What each colouring looks at, and from where on a chip gets its three tints.
@@ -122,7 +121,6 @@ function empty(number) {
   tokens = [];
   shares = [];
   marked = [];
-  isAsking = false;
   strip.replaceChildren();
   text.textContent = "";
   part.dataset.text = "";
@@ -193,21 +191,13 @@ line.addEventListener("click", (event) => {
 
 // What comes in
 
-function update() {
-  const value = read(props.value);
-  if (!value) return;
+function update(value) {
   if (value.start === 0) empty(value.run);
-  if (value.run !== run || value.start > tokens.length) return askForAll(value.run);
+  if (value.run !== run || value.start > tokens.length) return; // all of it was asked for again: see news.js
   addTokens(value.tokens.slice(tokens.length - value.start));
   part.setAttribute("aria-busy", String(!value.done));
   text.setAttribute("aria-live", value.done ? "polite" : "off");
   if (tokens.length) choose(follows ? tokens.length - 1 : Math.min(chosen ?? 0, tokens.length - 1), false);
-}
-
-// The page may draw two updates at once, and then the first one is lost.
-function askForAll(number) {
-  if (!isAsking) trigger("resync", { run: number });
-  isAsking = true;
 }
 
 subscribe("move", (by) => choose((chosen ?? 0) + by, true));
@@ -225,5 +215,5 @@ subscribe("language", () => {
   drawWords();
   paintChips();
 });
-watch("value", update);
+subscribe("new strip", update);
 drawLine();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 import socket
@@ -59,9 +60,19 @@ def ask(visit: Visit, picture: Path | None, prompt: str = "caption en", **change
     return app.ask(visit, upload(picture), prompt, *{**DECODING, **changes}.values())
 
 
+def decoded(news: str | dict) -> Update:
+    """What the page is told, with `gr.skip()` for what it is not."""
+    changes = {} if news == gr.skip() else json.loads(news)
+    return Update(*(changes.get(name, gr.skip()) for name in Update._fields))
+
+
+def answer(visit: Visit) -> list[Update]:
+    return list(map(decoded, app.answer_on_page(visit)))
+
+
 def run_page(visit: Visit, picture: Path | None, prompt: str = "caption en", **changes) -> list[Update]:
     ask(visit, picture, prompt, **changes)
-    return list(app.answer_on_page(visit))
+    return answer(visit)
 
 
 def run_api(host: ModelHost, picture: Path | None, prompt: str = "caption en", **changes) -> list[dict]:
@@ -92,6 +103,17 @@ def test_the_strip_gets_each_token_once(picture_file, monkeypatch):
     assert added == [[], ["␣a"], ["␣cat"], ["<eos>"], []]
     assert words.spoken(updates[-1].notice).startswith("The answer is complete · 3 tokens · picture 0.01 s")
     assert updates[-1].strip["done"]
+
+
+def test_news_are_numbered_and_what_was_missed_can_be_had_again(picture_file, monkeypatch):
+    monkeypatch.setattr(runner, "UPDATE_INTERVAL_S", 0)
+    visit = make_visit()
+    assert app.send_all(visit) == gr.skip()  # there is no run yet
+    ask(visit, picture_file)
+    numbers = [json.loads(news)["number"] for news in app.answer_on_page(visit) if news != gr.skip()]
+    assert numbers == list(range(1, len(numbers) + 1))
+    again = decoded(app.send_all(visit))
+    assert len(again.strip["tokens"]) == 3 and again.strip["done"] and again.scene["width"] == 64
 
 
 def test_the_page_is_updated_at_most_twenty_times_a_second(picture_file):
@@ -211,7 +233,7 @@ def test_the_page_s_numbers_are_the_api_s(picture_file):
     visit = make_visit(FakeModel(("▁a", "▁cat")))
     run_page(visit, picture_file)
     events = [event["step"] for event in run_api(visit.host, picture_file) if event["step"]]
-    entries = app.send_all_tokens(visit)["tokens"]
+    entries = decoded(app.send_all(visit)).strip["tokens"]
     for entry, step in zip(entries, events, strict=True):
         assert (entry["id"], entry["prob"], entry["entropy"]) == (step["token_id"], step["prob"], step["entropy"])
         assert [row["id"] for row in entry["rows"]] == [candidate["token_id"] for candidate in step["top"]]
@@ -227,7 +249,7 @@ def test_stop_ends_a_run_behind_the_token_that_it_is_at(picture_file, monkeypatc
     assert app.ask_to_stop(visit) == gr.skip()  # nothing runs
     ask(visit, picture_file)
     updates = []
-    for update in app.answer_on_page(visit):
+    for update in map(decoded, app.answer_on_page(visit)):
         updates.append(update)
         if len(shown_pieces(updates)) == 3 and not visit.control.stop_asked:
             assert app.ask_to_stop(visit)["text"] == "Stopping after this token"
@@ -241,7 +263,7 @@ def test_a_run_that_was_stopped_before_its_turn_does_nothing(picture_file):
     visit = make_visit()
     ask(visit, picture_file)
     app.ask_to_stop(visit)
-    updates = list(app.answer_on_page(visit))
+    updates = answer(visit)
     assert updates[-1].notice["text"] == "Stopped" and not visit.host.model.requests
 
 
@@ -251,8 +273,8 @@ def test_of_several_requests_in_line_only_the_newest_runs(picture_file):
     control = visit.control
     ask(visit, picture_file, "second")
     assert control.stop_asked and not visit.control.stop_asked
-    assert len(list(app.answer_on_page(visit))) > 2
-    assert list(app.answer_on_page(visit)) == [Update(*[gr.skip()] * 5)]
+    assert len(answer(visit)) > 2
+    assert answer(visit) == [Update(*[gr.skip()] * 5)]
     assert [request["prompt"] for request in visit.host.model.requests] == ["second"]
 
 
@@ -260,14 +282,14 @@ def test_a_branch_answers_anew_by_id_and_keeps_the_earlier_run(picture_file):
     visit = make_visit(FakeModel(("▁a", "▁cat", "▁b")))
     run_page(visit, picture_file)
     app.ask_for_branch(visit, event(run=1, index=1, token_id=12))
-    updates = list(app.answer_on_page(visit))
+    updates = answer(visit)
     assert visit.host.model.requests[-1]["forced_ids"] == (0, 12)
     assert shown_pieces(updates) == ["␣a", "␣else", "␣b", "<eos>"]
     rows = updates[-1].runs["runs"]
     assert [(row["number"], row["depth"], row["branched_at"], row["piece"]) for row in rows] == [
         (1, 0, None, ""), (2, 1, 2, "␣else"),
     ]  # fmt: skip
-    tokens = app.send_all_tokens(visit)["tokens"]
+    tokens = decoded(app.send_all(visit)).strip["tokens"]
     assert [token["forced"] for token in tokens] == [True, True, False, False]
     assert tokens[1]["chosen"] == 2 and tokens[1]["rows"][2]["id"] == 12
 
@@ -275,12 +297,12 @@ def test_a_branch_answers_anew_by_id_and_keeps_the_earlier_run(picture_file):
 def test_nothing_is_branched_from_what_does_not_exist(picture_file):
     visit = make_visit()
     assert app.ask_for_branch(visit, event(run=9, index=0, token_id=1)) == gr.skip()
-    assert list(app.answer_on_page(visit)) == [Update(*[gr.skip()] * 5)]
+    assert answer(visit) == [Update(*[gr.skip()] * 5)]
 
 
 def step_once(visit: Visit, picture: Path, prompt: str = "caption en") -> list[Update]:
     app.ask_for_step(visit, upload(picture), prompt, *DECODING.values())
-    return list(app.answer_on_page(visit))
+    return answer(visit)
 
 
 def test_one_step_at_a_time_writes_the_same_run_on(picture_file):
@@ -301,10 +323,10 @@ def test_an_earlier_run_is_shown_again_as_it_was(picture_file):
     visit = make_visit(FakeModel(("▁a", "▁cat")))
     run_page(visit, picture_file)
     run_page(visit, picture_file, "detect cat")
-    update = app.show_run(visit, event(run=1))
+    update = decoded(app.show_run(visit, event(run=1)))
     assert update.strip["run"] == 1 and update.strip["start"] == 0 and len(update.strip["tokens"]) == 3
     assert [row["current"] for row in update.runs["runs"]] == [True, False]
-    assert app.show_run(visit, event(run=99)) == Update(*[gr.skip()] * 5)
+    assert app.show_run(visit, event(run=99)) == gr.skip()
     assert app.compare_runs(visit, event(runs=[1, 2]))["compared"] is not None
     assert app.compare_runs(visit, event(runs=[1, 99]))["compared"] is None
 
@@ -332,12 +354,12 @@ def test_a_run_is_exported_and_imported(picture_file):
     _, file = app.export_run(visit)
     assert file["name"] == "run-1.json"
     other = make_visit()
-    update = app.import_run(other, file["text"].encode())
+    update = decoded(app.import_run(other, file["text"].encode()))
     assert [token["piece"] for token in update.strip["tokens"]] == ["␣a", "␣cat", "<eos>"]
     assert update.runs["runs"][0]["imported"] and update.scene["width"] == 64
     app.ask_for_branch(other, event(run=1, index=0, token_id=1))
-    assert "␣other" in shown_pieces(list(app.answer_on_page(other)))
-    bad = app.import_run(other, b"{}")
+    assert "␣other" in shown_pieces(answer(other))
+    bad = decoded(app.import_run(other, b"{}"))
     assert bad.notice["kind"] == "error" and bad.strip == gr.skip()
 
 
@@ -347,7 +369,7 @@ def test_another_model_s_run_is_shown_but_not_continued(picture_file):
     text = app.export_run(visit)[1]["text"].replace('"name": "scripted"', '"name": "other"')
     app.import_run(visit, text.encode())
     app.ask_for_branch(visit, event(run=2, index=0, token_id=1))
-    assert "made by other" in list(app.answer_on_page(visit))[-1].notice["text"]
+    assert "made by other" in answer(visit)[-1].notice["text"]
 
 
 def test_objects_are_downloaded(picture_file):
@@ -394,7 +416,7 @@ def test_an_example_fills_the_form_in_and_runs(picture_file):
     visit.examples = (Example(picture_file, "detect cat", "me"),)
     picture, prompt, _ = app.ask_for_example(visit, event(index=0), *DECODING.values())
     assert (picture, prompt) == (str(picture_file), "detect cat")
-    assert shown_pieces(list(app.answer_on_page(visit))) == ["␣a", "␣cat", "<eos>"]
+    assert shown_pieces(answer(visit)) == ["␣a", "␣cat", "<eos>"]
     assert app.ask_for_example(visit, event(index=1), *DECODING.values()) == (gr.skip(),) * 3
 
 

@@ -1,6 +1,6 @@
 """Take the README's pictures of the page: 1280 and 390 pixels wide, light and dark, with an example that has run.
 
-    python -m paligemma.scripts.screenshots [--model FOLDER_OR_HUB_ID] [--to FOLDER] [--example 1]
+    python -m paligemma.scripts.screenshots [--model FOLDER_OR_HUB_ID] [--to FOLDER] [--example 5]
 
 Drives an installed Chromium or Chrome.
 """
@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder or a hub id (default: the bundled model)")
     parser.add_argument("--to", type=Path, default=app.ASSETS / "screenshots", help="default: %(default)s")
-    parser.add_argument("--example", type=int, default=1, help="counted from 0 (default: %(default)s)")
+    parser.add_argument("--example", type=int, default=5, help="counted from 0 (default: %(default)s)")
     arguments = parser.parse_args()
     blocks = serve(arguments.model)
     arguments.to.mkdir(parents=True, exist_ok=True)
@@ -64,6 +64,7 @@ def main() -> None:
             for scheme in SCHEMES:
                 page = open_page(browser, blocks.local_url, width, scheme)
                 run_example(page, arguments.example)
+                page.mouse.move(0, 0)
                 page.wait_for_timeout(500)  # until what moves has come to rest
                 path = arguments.to / f"page-{width}-{scheme}.png"
                 page.screenshot(path=path, full_page=True, animations="disabled", timeout=TIMEOUT_MS)

@@ -165,10 +165,14 @@ def show_again(host: ModelHost, visit: Visit, run: Run) -> Update:
     """Put an earlier run on the page."""
     visit.control.stop_asked = True  # what still runs would write over it
     visit.history.current = run
+    return whole_page(host, visit, run)._replace(notice=words.run_shown(run))
+
+
+def whole_page(host: ModelHost, visit: Visit, run: Run) -> Update:
+    """Everything of a run."""
     return Update(
-        words.run_shown(run),
-        strip_of(run, 0, done=True),
-        objects.object_list(run, host.mask_decoder),
-        run_tree(visit.history),
-        _show_picture_of(host, visit, run.picture),
+        strip=strip_of(run, 0, done=run.finish_reason is not None),
+        objects=objects.object_list(run, host.mask_decoder),
+        runs=run_tree(visit.history),
+        scene=_show_picture_of(host, visit, run.picture),
     )

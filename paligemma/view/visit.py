@@ -32,6 +32,7 @@ class Visit:
         form: picture and prompt that the current run was asked with.
         picture: the one on the page.
         num_downloads: so that the same file can be had twice.
+        num_news: updates that the page was sent.
     """
 
     hosts: tuple[ModelHost, ...]
@@ -43,6 +44,7 @@ class Visit:
     form: tuple[Any, ...] | None = None
     picture: Picture | None = None
     num_downloads: int = 0
+    num_news: int = 0
 
     @property
     def host(self) -> ModelHost:
