@@ -53,7 +53,7 @@ def make_visit(model: FakeModel | None = None, *others: ModelHost) -> Visit:
 
 
 def upload(picture: Path | None) -> dict | None:
-    return {"path": str(picture)} if picture else None
+    return {"path": str(picture), "meta": {"_type": "gradio.FileData"}} if picture else None
 
 
 def ask(visit: Visit, picture: Path | None, prompt: str = "caption en", **changes) -> dict:
@@ -613,12 +613,24 @@ def test_a_client_is_told_what_is_allowed(client, picture_file, change, message)
         )
 
 
-def test_the_server_opens_no_file_that_was_not_uploaded(client):
-    with pytest.raises(AppError) as refusal:
-        client.predict(
-            image={"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}, prompt="a", api_name="/generate"
-        )
-    assert "passwd" not in str(refusal.value)
+def call_raw(client: Client, inputs: list) -> str:
+    """What the server streams for /generate, asked without a client that would upload files first."""
+    url = client.src.rstrip("/") + "/gradio_api/call/generate"
+    body = json.dumps({"data": inputs}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        event_id = json.load(answer)["event_id"]
+    with urllib.request.urlopen(f"{url}/{event_id}") as answer:
+        return answer.read().decode()
+
+
+@pytest.mark.parametrize("meta", [{}, {"meta": {"_type": "gradio.FileData"}}, {"meta": None}, {"meta": {}}])
+@pytest.mark.parametrize("path", ["/etc/passwd", "/etc/nothing", str(app.ASSETS / "examples" / "cats.png")])
+def test_the_server_opens_no_file_that_was_not_uploaded(client, path, meta):
+    """Not even a picture of its own, and whether the client marks the path as a file or not."""
+    answer = call_raw(client, [{"path": path, **meta}, "a", 2, 0, 0, 1, None, 1, None, None])
+    assert "event: error" in answer
+    assert '"token_id"' not in answer and Path(path).name not in answer
 
 
 def test_a_step_is_inspected_over_the_api(client, picture_file, tiny_checkpoint):

@@ -505,9 +505,18 @@ def test_a_prompt_has_a_longest_length_and_a_request_a_longest_time():
 
 
 def test_only_what_gradio_stored_is_a_path():
-    assert picture_path({"path": "a.png"}) == "a.png"
-    assert picture_path("/etc/passwd") is None
-    assert picture_path(None) is None
+    marked = {"meta": {"_type": "gradio.FileData"}}
+    assert picture_path({"path": "a.png", **marked}) == "a.png"
+    unmarked = {"path": "/etc/passwd"}
+    for upload in (
+        None,
+        "/etc/passwd",
+        unmarked,
+        {**unmarked, "meta": None},
+        {**unmarked, "meta": {}},
+        {"path": 1, **marked},
+    ):
+        assert picture_path(upload) is None
 
 
 # Words

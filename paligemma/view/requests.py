@@ -57,8 +57,16 @@ def read_index(index: Any) -> int:
 
 
 def picture_path(upload: Any) -> str | None:
-    """Where Gradio stored an uploaded file; None when there is none."""
-    return upload.get("path") if isinstance(upload, Mapping) else None
+    """Where Gradio stored an uploaded file; None when there is none.
+
+    Gradio checks that a file was uploaded only where the client marked it as a file. An unmarked path may be any
+    of the server's files, so it counts as none.
+    """
+    meta = upload.get("meta") if isinstance(upload, Mapping) else None
+    if not isinstance(meta, Mapping) or meta.get("_type") != "gradio.FileData":
+        return None
+    path = upload.get("path")
+    return path if isinstance(path, str) else None
 
 
 def _read_prompt(prompt: Any) -> str:
