@@ -82,9 +82,8 @@ def inspect(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: Sequence
         ValueError: for an index outside the answer and for ids that cannot be generated.
         NonFiniteLogitsError: when the model's numbers overflow (float16).
     """
-    sampleable = vlm.processor.sampleable(vlm.config.text_config.vocab_size)
     inputs = vlm.processor([image], [prompt])
-    return inspect_step(vlm.model, vlm.processor, inputs, sampleable, token_ids, index)
+    return inspect_step(vlm.model, vlm.processor, inputs, vlm.sampleable, token_ids, index)
 
 
 def inspect_step(

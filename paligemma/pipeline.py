@@ -26,6 +26,7 @@ class PaliGemma:
         name: the hub id, the folder as it was given, or "bundled demo".
         source: where the checkpoint came from: "bundled", "folder" or "hub"; None for a model made in code.
         revision: the hub's branch, tag or commit; None elsewhere.
+        sampleable: bool, (vocab_size,), the rows that may be generated; computed once, since the vocabulary is large.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class PaliGemma:
         self.name = name
         self.source = source
         self.revision = revision
-        self._sampleable = processor.sampleable(model.config.text_config.vocab_size)
+        self.sampleable = processor.sampleable(model.config.text_config.vocab_size)
 
     @property
     def config(self) -> PaliGemmaConfig:
@@ -93,7 +94,7 @@ class PaliGemma:
         sampling = Sampling(temperature, top_k, top_p, seed)
         options = GenerationOptions(max_new_tokens, sampling, top_n, forced_ids, time_limit)
         inputs = self.processor([image], [prompt])
-        return generation.stream(self.model, self.processor, inputs, self._sampleable, options, started)
+        return generation.stream(self.model, self.processor, inputs, self.sampleable, options, started)
 
     def generate(
         self,
