@@ -14,7 +14,7 @@ import paligemma
 from paligemma.checkpoint import DTYPES, Progress
 from paligemma.generation import MAX_TOP_N, GenerationOptions, Sampling, Step
 
-FAILURE, BAD_USAGE, INTERRUPTED = 1, 2, 128 + signal.SIGINT
+FAILURE, INTERRUPTED = 1, 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
