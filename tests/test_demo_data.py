@@ -204,9 +204,9 @@ def test_captions_read_back_as_their_objects(maker):
             assert caption_counts(caption(scene, language), language) == true
 
 
-def test_locations_are_floored_clipped_and_in_paligemmas_order():
+def test_locations_are_the_nearest_on_the_grid_and_in_paligemmas_order():
     assert locations((0.0, 0.25, 0.5, 1.0)) == "<loc0256><loc0000><loc1023><loc0512>"
-    assert locations((-0.1, 0.0009, 0.00097, 2.0)) == "<loc0000><loc0000><loc1023><loc0000>"
+    assert locations((-0.1, 1.9 / 1024, 2.1 / 1024, 2.0)) == "<loc0000><loc0000><loc1023><loc0004>"
 
 
 def test_boxes_come_in_the_prompts_order_and_from_left_to_right():

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paligemma.masks import CODES_PER_MASK
 from paligemma.modeling import prefix_lm_visible
 from paligemma.scripts.demo_icons import CLASSES, COLOURS, STYLES_TRAINED, load_sprites
 from paligemma.scripts.demo_scenes import TRAINING, Scene, SceneMaker, SceneOptions
@@ -51,7 +52,8 @@ class Batch:
     """One step's data.
 
     `images` uint8 (B, S, S, 3). For each of the N patches: `patch_class` int64 (B, N), len(CLASSES) for background;
-    `patch_colour` int64 (B, N), -100 where there is none; `patch_box` float32 (B, N, 4), [x0, y0, x1, y1] as shares.
+    `patch_colour` int64 (B, N), -100 where there is none; `patch_box` float32 (B, N, 4), [x0, y0, x1, y1] as shares;
+    `patch_codes` int64 (B, N, 16), the codes of the object's mask, 0 on background.
     Text, absent in the vision stage, int64 (R, T): `ids`; `segment`, the question's number in its row, -1 at padding;
     `kind`, 0 prefix and 1 suffix; `targets`, the next token where it is to be learned, else -100.
     """
@@ -60,6 +62,7 @@ class Batch:
     patch_class: np.ndarray
     patch_colour: np.ndarray
     patch_box: np.ndarray
+    patch_codes: np.ndarray
     ids: np.ndarray | None = None
     segment: np.ndarray | None = None
     kind: np.ndarray | None = None
@@ -81,9 +84,12 @@ class TextEncoder:
         """The answer, a segmentation's masks as `<seg>` codes."""
         if question.task != "segment" or not question.targets:
             return question.answer
-        masks = torch.from_numpy(np.stack([target.mask for target in question.targets]))
-        codes = self.mask_encoder.encode(masks).tolist()
+        codes = self.codes([target.mask for target in question.targets]).tolist()
         return question.answer_with(["".join(f"<seg{code:03d}>" for code in one) for one in codes])
+
+    def codes(self, masks: Sequence[np.ndarray]) -> Tensor:
+        """The codes (n, 16), int64, of masks (64, 64)."""
+        return self.mask_encoder.encode(torch.from_numpy(np.stack(masks)))
 
     def _ids(self, first: list[int], text: str) -> list[int]:
         return first + self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -106,11 +112,19 @@ class BatchMaker:
         pictures = getattr(self.options, f"{stage}_pictures")
         first = (step * len(STAGES) + STAGES[stage] - 1) * 1000  # stages and steps never share a scene
         scenes = [self.scenes[stage].scene(first + number, IMAGE_SIZE) for number in range(pictures)]
-        batch = picture_batch(scenes)
+        batch = self._pictures(scenes)
         if stage == "vision":
             return batch
         rows = self._packed_rows(scenes, generator) if stage == "packed" else self._single_rows(scenes, generator)
         return replace(batch, **rows)
+
+    def _pictures(self, scenes: Sequence[Scene]) -> Batch:
+        """The pictures and their patch labels."""
+        codes = self.text.codes([thing.mask() for scene in scenes for thing in scene.objects]).numpy()
+        per_scene = np.split(codes, np.cumsum([len(scene.objects) for scene in scenes])[:-1])
+        labels = [patch_labels(scene, codes) for scene, codes in zip(scenes, per_scene, strict=True)]
+        pictures = np.stack([scene.image for scene in scenes])
+        return Batch(pictures, *(np.stack(part) for part in zip(*labels, strict=True)))
 
     def _packed_rows(self, scenes: Sequence[Scene], generator: np.random.Generator) -> dict[str, np.ndarray]:
         rows = []
@@ -136,14 +150,12 @@ _SCENES: dict[str, SceneOptions] = {
 }
 
 
-def picture_batch(scenes: Sequence[Scene]) -> Batch:
-    """The pictures and their patch labels."""
-    labels = [patch_labels(scene) for scene in scenes]
-    return Batch(np.stack([scene.image for scene in scenes]), *(np.stack(part) for part in zip(*labels, strict=True)))
+def patch_labels(scene: Scene, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Class (N,), colour (N,), box (N, 4) and codes (N, 16) of the object that each patch shows, see `Batch`.
 
-
-def patch_labels(scene: Scene) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Class (N,), colour (N,) and box (N, 4) of the object that each patch shows, see `Batch`."""
+    Args:
+        codes: (objects, 16), the codes of each object's mask.
+    """
     owner = np.full((scene.size, scene.size), -1)
     for number, thing in enumerate(scene.objects):
         height, width = thing.alpha.shape
@@ -159,6 +171,7 @@ def patch_labels(scene: Scene) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         np.where(enough, classes[winner], len(CLASSES)),
         np.where(enough, colours[winner], NO_LABEL),
         boxes[winner],
+        np.where(enough[:, None], codes[winner], np.zeros(CODES_PER_MASK, np.int64)),
     )
 
 

@@ -8,8 +8,8 @@ composed while it trains. Three stages, each with the model's own classes:
 * packed: many questions about a picture share its image tokens in one row, where image tokens see only each other. This
   is several times cheaper than a row a question and teaches most of what is to be learned.
 * single: PaliGemma's own rows and masks, one question each, through the model's training forward. Every third step from
-  the start, so that the model never drifts from the masks it is used with, and every step of the last part,
-  while the learning rate falls to zero.
+  the start, so that the model never drifts from the masks it is used with, more often while the learning rate falls to
+  zero, and at the very end alone.
 
 Matrices are updated by Muon, the rest by AdamW. A run that is stopped goes on where it was; a run that is started with
 more steps than a finished one goes on from before that one's learning rate fell. The drawings are fetched with npm.
@@ -37,6 +37,7 @@ from tqdm import tqdm
 
 from paligemma.checkpoint import load_model, save
 from paligemma.config import GemmaConfig, PaliGemmaConfig, SiglipVisionConfig
+from paligemma.masks import CODES_PER_MASK
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 from paligemma.scripts.demo_batches import (
     BOS,
@@ -56,6 +57,7 @@ from paligemma.scripts.demo_batches import (
     start_worker,
 )
 from paligemma.scripts.demo_icons import CLASSES, COLOURS, fetch_icons
+from paligemma.scripts.demo_tasks import LOCATION_BINS
 from paligemma.scripts.demo_tokenizer import build_tokenizer, save_tokenizer, word_pieces
 from paligemma.scripts.eval_demo import QuickEvaluation
 from paligemma.scripts.train_masks import MaskEncoder
@@ -96,8 +98,9 @@ class TrainOptions:
         """The stage of a step, counted from 0 over the whole run."""
         if step < self.vision_steps:
             return "vision"
-        cooling = step >= self.total_steps - self.cooldown_steps
-        return "single" if cooling or step % 3 == 2 else "packed"
+        left = (self.total_steps - step) / self.cooldown_steps  # above 1 before the rate falls, then down to 0
+        single = step % 3 == 2 if left > 1 else step % 2 == 1 if left > 1 / 3 else True
+        return "single" if single else "packed"
 
     @property
     def total_steps(self) -> int:
@@ -148,6 +151,7 @@ class Vocabulary:
         self.size = tokenizer.get_vocab_size()
         self.image = tokenizer.token_to_id("<image>")
         self.first_location = tokenizer.token_to_id("<loc0000>")
+        self.location_ids = self.first_location + torch.tensor(LOCATION_BINS)
         self.first_mask_code = tokenizer.token_to_id("<seg000>")
         classes, colours = word_pieces(tokenizer)
         self.class_words = _columns([classes[name] for name in CLASSES])
@@ -201,8 +205,8 @@ def code_targets(codebook: Tensor) -> Tensor:
 class DenseHeads(nn.Module):
     """What each patch shows, read from its features; used in training only.
 
-    Classes, colours and boxes are read from the tower; the words that name them, and the `<loc>` rows of
-    the box, from the projector's output, which so comes to lie among the word embeddings.
+    Classes, colours and boxes are read from the tower; the words that name them, the `<loc>` rows of the
+    box and the `<seg>` rows of the mask from the projector's output, which so comes to lie among the embeddings.
     """
 
     def __init__(self, config: PaliGemmaConfig) -> None:
@@ -212,6 +216,7 @@ class DenseHeads(nn.Module):
         self.colours = nn.Linear(vision, len(COLOURS))
         self.boxes = nn.Linear(vision, 4)
         self.locations = nn.Linear(text, 4 * text)
+        self.codes = nn.Linear(text, CODES_PER_MASK * text)
 
     def forward(
         self, tower: Tensor, rows: Tensor, table: Tensor, labels: dict[str, Tensor], words: Vocabulary
@@ -232,9 +237,13 @@ class DenseHeads(nn.Module):
         for ids in words.colour_words:
             loss = loss + 0.2 / len(words.colour_words) * _mean_loss(rows @ table[ids].T, painted)
         queries = _normalised(self.locations(rows).unflatten(-1, (4, -1)))
-        location_rows = table[words.first_location : words.first_location + NUM_LOCATIONS]
-        bins = (boxes[:, [1, 0, 3, 2]] * NUM_LOCATIONS).long().clamp(0, NUM_LOCATIONS - 1)
-        return loss + 0.25 * location_loss((queries @ location_rows.T).flatten(0, 1), bins.flatten(), 8.0).mean()
+        bins = boxes[:, [1, 0, 3, 2]].flatten() * NUM_LOCATIONS
+        scores = (queries @ table[words.location_ids].T).flatten(0, 1)
+        loss = loss + 0.25 * location_loss(scores, bins, 8.0).mean()
+        queries = _normalised(self.codes(rows).unflatten(-1, (CODES_PER_MASK, -1)))
+        scores = (queries @ table[words.first_mask_code : words.image].T).flatten(0, 1)
+        codes = labels["patch_codes"].flatten(0, 1)[shown].flatten()
+        return loss + 0.25 * F.cross_entropy(scores.float(), words.code_targets.to(codes.device)[codes])
 
 
 def patch_centres(device: torch.device | str) -> Tensor:
@@ -255,8 +264,12 @@ def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def location_loss(logits: Tensor, bins: Tensor, sigma: float) -> Tensor:
-    """Cross-entropy (n,) against a bell of width `sigma` bins around each true bin; logits are (n, 1024)."""
-    distance = torch.arange(NUM_LOCATIONS, device=logits.device) - bins[:, None]
+    """Cross-entropy (n,) against a bell of width `sigma` bins (of 1024) around each true bin.
+
+    Args:
+        logits: (n, len(LOCATION_BINS)). bins: (n,), in [0, 1024).
+    """
+    distance = torch.tensor(LOCATION_BINS, device=logits.device) - bins[:, None]
     target = torch.softmax(-0.5 * (distance / sigma) ** 2, dim=-1)
     return -(target * logits.log_softmax(-1)).sum(-1)
 
@@ -273,16 +286,16 @@ def text_loss(logits: Tensor, targets: Tensor, words: Vocabulary, progress: floa
     is_location = words.is_location(targets)
     losses = F.cross_entropy(logits, targets, reduction="none")
     rows = logits[is_location]
-    columns = slice(words.first_location, words.first_location + NUM_LOCATIONS)
-    outside = torch.logsumexp(rows, -1) - torch.logsumexp(rows[:, columns], -1)
+    places = rows[:, words.location_ids]
+    outside = torch.logsumexp(rows, -1) - torch.logsumexp(places, -1)
     sigma = 10 - 7.5 * progress
-    located = outside + location_loss(rows[:, columns], targets[is_location] - words.first_location, sigma)
+    located = outside + location_loss(places, targets[is_location] - words.first_location, sigma)
     losses = losses.masked_scatter(is_location, located)
     is_code = words.is_mask_code(targets)
     wanted = words.code_targets.to(logits.device)[targets[is_code] - words.first_mask_code]
     code_logits = logits[is_code].log_softmax(-1)[:, words.first_mask_code : words.image]
     losses = losses.masked_scatter(is_code, -(wanted * code_logits).sum(-1))
-    weights = torch.where(is_location, 0.4 + 0.4 * progress, torch.where(is_code, 0.3, 1.0))
+    weights = torch.where(is_location, 0.4 + 0.4 * progress, torch.where(is_code, 0.4, 1.0))
     kinds = {"locations": is_location, "codes": is_code, "words": ~(is_location | is_code)}
     means = {name: losses[kind].mean().item() for name, kind in kinds.items() if kind.any()}
     return (losses * weights).sum() / weights.sum(), means
