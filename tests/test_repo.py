@@ -69,6 +69,24 @@ def test_every_file_that_the_readme_names_exists():
     assert named and {path for path in named if not (ROOT / path).exists()} == set()
 
 
+def tests_of_the_table() -> list[str]:
+    """The last cells of the table "What happens when…"; rows that only head a group have none."""
+    table = re.search(r"## What happens when…\n(.*?)\n## ", README, re.S)[1]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ") and "| --- |" not in line]
+    return [row[2].strip(" |") for row in rows[1:] if not row[0].startswith("| **")]
+
+
+def test_every_row_of_what_happens_when_names_a_test_that_exists():
+    rows = tests_of_the_table()
+    assert len(rows) > 3
+    for row in rows:
+        named = re.findall(r"`(\w+\.py)::(test_\w+)`", row)
+        assert named, f"no test in {row!r}"
+        for file, name in named:
+            functions = ast.walk(ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")))
+            assert name in {node.name for node in functions if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"
+
+
 def test_every_endpoint_is_in_the_readme():
     blocks = app.build_app(app.ModelHost("none", None))
     endpoints = blocks.get_api_info()["named_endpoints"]
