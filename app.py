@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,18 @@ from paligemma import lens
 from paligemma.masks import fetch_vae_oid
 from paligemma.view import attention, events, examples, export, objects, runs, tasks, tokens, words
 from paligemma.view.models import ModelHost, host_named
-from paligemma.view.picture import make_picture, open_picture
-from paligemma.view.requests import MAX_PROMPT_CHARACTERS, picture_path, read_ids, read_index, read_request
+from paligemma.view.picture import open_picture, read_picture
+from paligemma.view.requests import (
+    MAX_FILE_BYTES,
+    MAX_PROMPT_CHARACTERS,
+    check_prompt_length,
+    read_ids,
+    read_index,
+    read_prompt,
+    read_request,
+    read_upload,
+    uploaded_path,
+)
 from paligemma.view.runner import Following, Update, carry_out, require_same_model, scene_of, show_again, whole_page
 from paligemma.view.runs import Plan
 from paligemma.view.visit import Visit
@@ -57,14 +67,14 @@ log = logging.getLogger("paligemma.app")
 
 def ask(visit: Visit, picture: Any, prompt: Any, *decoding: Any) -> words.Notice:
     """Run was asked for: line up, and end what this visitor still has running."""
-    visit.form = (picture_path(picture), prompt)
-    visit.ask(Plan(visit.picture or picture_path(picture), (prompt, *decoding)))
+    visit.form = (uploaded_path(picture), prompt)
+    visit.ask(Plan(visit.picture or uploaded_path(picture), (prompt, *decoding)))
     return words.notice("busy", "Waiting for its turn")
 
 
 def ask_for_step(visit: Visit, picture: Any, prompt: Any, *decoding: Any) -> Any:
     """One token more: of the run on the page, or the first one when picture or prompt are others by now."""
-    form = (picture_path(picture), prompt)
+    form = (uploaded_path(picture), prompt)
     if visit.form != form or visit.history.current is None:
         visit.form = form
         visit.ask(Plan(visit.picture or form[0], (prompt, *decoding), stop_after=1))
@@ -78,13 +88,13 @@ def ask_for_step(visit: Visit, picture: Any, prompt: Any, *decoding: Any) -> Any
 
 def ask_for_branch(visit: Visit, event: gr.EventData) -> Any:
     """Another candidate was chosen: answer anew from there, by its id."""
-    visit.ask(visit.history.plan_branch(event.run, event.index, event.token_id))
+    visit.ask(visit.history.plan_branch(_field(event, "run"), _field(event, "index"), _field(event, "token_id")))
     return words.notice("busy", "Waiting for its turn") if visit.plan else gr.skip()
 
 
 def ask_for_example(visit: Visit, event: gr.EventData, *decoding: Any) -> tuple[Any, Any, Any]:
     """An example was chosen: (picture, prompt, notice), and its run lines up."""
-    example = _pick(visit.examples, event.index)
+    example = _pick(visit.examples, _field(event, "index"))
     if example is None:
         return gr.skip(), gr.skip(), gr.skip()
     visit.form = None
@@ -137,14 +147,14 @@ def ask_to_stop(visit: Visit) -> Any:
 
 def show_picture(visit: Visit, upload: Any) -> tuple[Any, Any]:
     """A picture was chosen or taken away: (notice, picture part)."""
-    host, path = visit.host, picture_path(upload)
+    host, path = visit.host, uploaded_path(upload)
     visit.picture = None
     if path is None:
         return gr.skip(), None
     if host.model is None:
         return gr.skip(), gr.skip()  # what the model sees is known once there is one
     try:
-        picture = make_picture(open_picture(path), host.model.processor)
+        picture = read_picture(path, host.model.processor)
     except Exception as error:
         return _failure(error), None
     visit.picture = picture
@@ -159,8 +169,14 @@ def clear_picture(visit: Visit) -> None:
 def write_prompt(visit: Visit, prompt: Any, event: gr.EventData) -> Any:
     """A task chip was pressed: it only writes the prompt."""
     known = _tasks(visit.host)
-    task = _pick(known, event.index)
+    task = _pick(known, _field(event, "index"))
     return gr.skip() if task is None else tasks.write_prompt(task, prompt if isinstance(prompt, str) else "", known)
+
+
+def _field(event: gr.EventData, name: str) -> Any:
+    """What the page said with an event; None for what it left out, as only a foreign client does."""
+    data = getattr(event, "_data", None)
+    return data.get(name) if isinstance(data, Mapping) else None
 
 
 def _pick(choices: Sequence[Any], index: Any) -> Any:
@@ -174,13 +190,14 @@ def _tasks(host: ModelHost) -> tuple[tasks.Task, ...]:
 
 def show_run(visit: Visit, event: gr.EventData) -> Any:
     """An earlier run was chosen in the tree."""
-    run = visit.history.find(event.run)
+    run = visit.history.find(_field(event, "run"))
     return _news(visit, show_again(visit.host, visit, run)) if run else gr.skip()
 
 
 def compare_runs(visit: Visit, event: gr.EventData) -> Any:
     """Two runs were ticked in the tree."""
-    found = [visit.history.find(number) for number in event.runs] if isinstance(event.runs, list) else []
+    numbers = _field(event, "runs")
+    found = [visit.history.find(number) for number in numbers] if isinstance(numbers, list) else []
     return runs.run_tree(visit.history, [run for run in found if run])
 
 
@@ -188,13 +205,13 @@ def look_inside(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
     """Attention and logit lens of one token: (notice, look)."""
     yield words.notice("busy", "Looking inside"), gr.skip()
     try:
-        host, run = visit.host, visit.history.find(event.run)
+        host, run = visit.host, visit.history.find(_field(event, "run"))
         if run is None:
             raise ValueError("This run is no longer kept.")
         require_same_model(host, run)
         for state in host.wait():
             yield state, gr.skip()
-        index = read_index(event.index)
+        index = read_index(_field(event, "index"))
         found = lens.inspect(host.model, run.picture.seen, run.request["prompt"], run.token_ids, index)
         yield (
             words.notice("idle", "Looked inside token {number}", number=index + 1),
@@ -208,7 +225,7 @@ def picture_shares(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any
     """How much of its attention each token of a run gave to the picture: (notice, shares)."""
     yield words.notice("busy", "Looking inside"), gr.skip()
     try:
-        host, run = visit.host, visit.history.find(event.run)
+        host, run = visit.host, visit.history.find(_field(event, "run"))
         if run is None or host.model is None:
             raise ValueError("This run is no longer kept.")
         require_same_model(host, run)
@@ -224,10 +241,10 @@ def picture_shares(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any
 
 def download_objects(visit: Visit, event: gr.EventData) -> Any:
     """The picture with its objects as PNG, or the objects as COCO's JSON."""
-    run, decoder = visit.history.find(event.run), visit.host.mask_decoder
+    run, decoder = visit.history.find(_field(event, "run")), visit.host.mask_decoder
     if run is None:
         return gr.skip()
-    if event.kind == "png":
+    if _field(event, "kind") == "png":
         file = base64.b64encode(objects.drawn_picture(run, decoder)).decode()
         return _download(visit, "objects.png", "image/png", base64=file)
     return _download(visit, "objects.json", "application/json", text=objects.coco_file(run, decoder))
@@ -243,12 +260,13 @@ def export_run(visit: Visit) -> tuple[Any, Any]:
     return gr.skip(), _download(visit, f"run-{run.number}.json", "application/json", text=text)
 
 
-def import_run(visit: Visit, file: bytes | None) -> Any:
+def import_run(visit: Visit, upload: Any) -> Any:
     """A run from a file, checked like any input, becomes the run on the page."""
+    path = uploaded_path(upload)
+    if path is None:
+        return gr.skip()
     try:
-        if file is None:
-            return gr.skip()
-        run = visit.history.add(export.read_run(file, visit.history.next_number()))
+        run = visit.history.add(export.read_run(read_upload(path), visit.history.next_number()))
         return _news(visit, show_again(visit.host, visit, run))
     except Exception as error:
         return _news(visit, Update(_failure(error)))
@@ -308,11 +326,12 @@ def answer_over_api(
     """
     yield events.WAITING_EVENT
     try:
-        picture = open_picture(picture_path(image))
+        picture = open_picture(uploaded_path(image))
         request = read_request(prompt, max_new_tokens, temperature, top_k, top_p, seed, top_n, forced_ids, time_limit)
         host = host_named(hosts, model)
         for _ in host.wait():
             yield events.WAITING_EVENT
+        check_prompt_length(host.model.processor, request["prompt"])
         with closing(host.model.stream(picture, **request)) as stream:
             following = Following(stream)
             for step in following:
@@ -335,11 +354,13 @@ def inspect_over_api(
     """
     yield None
     try:
-        picture, ids, place = open_picture(picture_path(image)), read_ids("token_ids", token_ids), read_index(index)
+        picture, prompt = open_picture(uploaded_path(image)), read_prompt(prompt)
+        ids, place = read_ids("token_ids", token_ids), read_index(index)
         host = host_named(hosts, model)
         for _ in host.wait():
             yield None
-        yield attention.inspection_event(lens.inspect(host.model, picture, prompt or "", ids, place), place)
+        check_prompt_length(host.model.processor, prompt)
+        yield attention.inspection_event(lens.inspect(host.model, picture, prompt, ids, place), place)
     except Exception as error:
         _log(error)
         raise gr.Error(words.explain(error), print_exception=False) from error
@@ -522,7 +543,7 @@ def _runs_panel() -> tuple[gr.HTML, gr.Button, gr.UploadButton]:
     tree = part("runs", elem_id="runs")
     with gr.Row(elem_id="files"):
         export_button = gr.Button("Export this run", size="sm", elem_id="export")
-        imported = gr.UploadButton("Import a run", file_types=[".json"], type="binary", size="sm", elem_id="import")
+        imported = gr.UploadButton("Import a run", file_types=[".json"], size="sm", elem_id="import")
     return tree, export_button, imported
 
 
@@ -594,7 +615,7 @@ def _wire_answer(visit: gr.State, parts: Parts) -> None:
     parts.runs.open(show_run, visit, parts.news, **AT_ONCE)
     parts.runs.compare(compare_runs, visit, parts.runs, **AT_ONCE)
     parts.export.click(export_run, visit, [parts.notice, parts.download], **AT_ONCE)
-    parts.imported.upload(import_run, [visit, parts.imported], parts.news, **AT_ONCE)
+    parts.imported.upload(import_run, [visit, parts.imported], parts.news, preprocess=False, **AT_ONCE)
 
 
 def _wire_model_state(app: gr.Blocks, visit: gr.State, parts: Parts) -> None:
@@ -691,7 +712,7 @@ def launch(app: gr.Blocks, **settings: Any) -> None:
         head=_head(),
         footer_links=["api", "settings"],
         allowed_paths=[str(ASSETS / "examples")],
-        max_file_size="10mb",
+        max_file_size=MAX_FILE_BYTES,
         show_error=False,
         enable_monitoring=False,
         run_history=False,

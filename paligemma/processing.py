@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -68,7 +67,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
         frame = _first_frame(image)
         orientation = _exif_orientation(frame)
         rgb = _frame_to_rgb(frame)
-    except (OSError, EOFError, SyntaxError, ValueError, TypeError, IndexError, struct.error) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's readers raise nearly everything on a damaged file
         raise ValueError(f"image cannot be decoded: {error}") from error
     if orientation in _TURN_UPRIGHT:
         rgb = rgb.transpose(_TURN_UPRIGHT[orientation])
@@ -112,7 +113,7 @@ def _exif_orientation(image: Image.Image) -> int:
     """EXIF orientation 1 to 8. 1 (upright) where there is none or the EXIF block is damaged."""
     try:
         return image.getexif().get(_ORIENTATION_TAG, 1)
-    except (OSError, SyntaxError, ValueError, struct.error):
+    except Exception:  # as above
         return 1
 
 
@@ -400,7 +401,7 @@ class PaliGemmaProcessor:
         A lone surrogate, which has no UTF-8 form, becomes U+FFFD.
         """
         _check_text("text", text)
-        return self.tokenizer.encode(_LONE_SURROGATE.sub(REPLACEMENT_CHARACTER, text), add_special_tokens=False).ids
+        return self.tokenizer.encode(replace_lone_surrogates(text), add_special_tokens=False).ids
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of all ids at once, without special tokens."""
@@ -458,6 +459,11 @@ class PaliGemmaProcessor:
                 raise ValueError(f"there are {len(values)} {name} for {len(prompts)} prompts")
         if not prompts:
             raise ValueError("the batch is empty: give at least one image and one prompt")
+
+
+def replace_lone_surrogates(text: str) -> str:
+    """A text that has a UTF-8 form: each half of a broken surrogate pair becomes U+FFFD."""
+    return _LONE_SURROGATE.sub(REPLACEMENT_CHARACTER, text)
 
 
 def _check_text(name: str, text: str) -> None:

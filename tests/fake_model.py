@@ -25,6 +25,7 @@ PROCESSOR = SimpleNamespace(
     num_image_tokens=16,
     image_settings=ImageSettings(),
     image_to_pixels=partial(image_to_pixels, size=56),
+    encode_text=list,  # a token a character
 )
 
 

@@ -347,27 +347,32 @@ def test_looking_inside_shows_the_token_that_was_asked_for(picture_file, monkeyp
         assert notice["kind"] == "error" and look == gr.skip()
 
 
-def test_a_run_is_exported_and_imported(picture_file):
+def import_file(visit: Visit, folder: Path, text: str) -> dict | str:
+    (folder / "run.json").write_text(text, encoding="utf-8")
+    return app.import_run(visit, upload(folder / "run.json"))
+
+
+def test_a_run_is_exported_and_imported(picture_file, tmp_path):
     visit = make_visit()
     assert app.export_run(visit)[1] == gr.skip()  # there is none yet
     run_page(visit, picture_file)
     _, file = app.export_run(visit)
     assert file["name"] == "run-1.json"
     other = make_visit()
-    update = decoded(app.import_run(other, file["text"].encode()))
+    update = decoded(import_file(other, tmp_path, file["text"]))
     assert [token["piece"] for token in update.strip["tokens"]] == ["␣a", "␣cat", "<eos>"]
     assert update.runs["runs"][0]["imported"] and update.scene["width"] == 64
     app.ask_for_branch(other, event(run=1, index=0, token_id=1))
     assert "␣other" in shown_pieces(answer(other))
-    bad = decoded(app.import_run(other, b"{}"))
+    bad = decoded(import_file(other, tmp_path, "{}"))
     assert bad.notice["kind"] == "error" and bad.strip == gr.skip()
 
 
-def test_another_model_s_run_is_shown_but_not_continued(picture_file):
+def test_another_model_s_run_is_shown_but_not_continued(picture_file, tmp_path):
     visit = make_visit()
     run_page(visit, picture_file)
     text = app.export_run(visit)[1]["text"].replace('"name": "scripted"', '"name": "other"')
-    app.import_run(visit, text.encode())
+    import_file(visit, tmp_path, text)
     app.ask_for_branch(visit, event(run=2, index=0, token_id=1))
     assert "made by other" in answer(visit)[-1].notice["text"]
 
@@ -403,11 +408,11 @@ def test_a_task_chip_only_writes_the_prompt():
     assert not visit.host.model.requests
 
 
-def test_a_picture_that_came_with_a_run_is_asked_about_like_a_chosen_one(picture_file):
+def test_a_picture_that_came_with_a_run_is_asked_about_like_a_chosen_one(picture_file, tmp_path):
     visit = make_visit()
     run_page(visit, picture_file)
     other = make_visit()
-    app.import_run(other, app.export_run(visit)[1]["text"].encode())
+    import_file(other, tmp_path, app.export_run(visit)[1]["text"])
     assert shown_pieces(run_page(other, None, "detect cat")) == ["␣a", "␣cat", "<eos>"]
 
 

@@ -18,7 +18,7 @@ from paligemma.masks import MaskDecoder, from_run_lengths
 from paligemma.view import attention, events, export, objects, tokens, words
 from paligemma.view.examples import example_chips, load_examples
 from paligemma.view.picture import MAX_PIXELS, SHOWN_SIDE, make_picture, open_picture, scene
-from paligemma.view.requests import MAX_PROMPT_CHARACTERS, MAX_SECONDS, picture_path, read_request
+from paligemma.view.requests import MAX_PROMPT_CHARACTERS, MAX_SECONDS, read_request, uploaded_path
 from paligemma.view.runs import MAX_RUNS, History, Run, run_tree
 from paligemma.view.tasks import MIX_TASKS, tasks_of, write_prompt
 
@@ -506,7 +506,7 @@ def test_a_prompt_has_a_longest_length_and_a_request_a_longest_time():
 
 def test_only_what_gradio_stored_is_a_path():
     marked = {"meta": {"_type": "gradio.FileData"}}
-    assert picture_path({"path": "a.png", **marked}) == "a.png"
+    assert uploaded_path({"path": "a.png", **marked}) == "a.png"
     unmarked = {"path": "/etc/passwd"}
     for upload in (
         None,
@@ -516,7 +516,7 @@ def test_only_what_gradio_stored_is_a_path():
         {**unmarked, "meta": {}},
         {"path": 1, **marked},
     ):
-        assert picture_path(upload) is None
+        assert uploaded_path(upload) is None
 
 
 # Words

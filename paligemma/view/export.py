@@ -16,7 +16,8 @@ The file is one JSON object, in UTF-8:
     timing         {"image_s", "first_token_s", "total_s", "tokens_per_s"} or null
     tokens         a list with the fields of `paligemma.Step` but "index", "text" and "finish_reason"
 
-`read_run` takes only that: every field of its type and within its range, finite numbers, and at most MAX_BYTES.
+`read_run` takes only that: every field once, of its type and within its range, finite numbers, and steps whose numbers
+agree with one another (`_check_step`).
 """
 
 from __future__ import annotations
@@ -24,30 +25,40 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
-import io
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from PIL import Image
 
 from paligemma.generation import MAX_SEED, MAX_TOP_N, Candidate, Step, Timing
-from paligemma.view.picture import MAX_PIXELS, SHOWN_SIDE, Picture, png_file
-from paligemma.view.requests import MAX_PROMPT_CHARACTERS
+from paligemma.processing import replace_lone_surrogates
+from paligemma.view.picture import MAX_PIXELS, SHOWN_SIDE, Picture, decode_picture, png_file
+from paligemma.view.requests import MAX_FILE_BYTES, MAX_PROMPT_CHARACTERS, quote
 from paligemma.view.runs import Run
 
 FORMAT = "paligemma-run/1"
-MAX_BYTES = 10_000_000
 MAX_TOKENS = 4096
 MAX_TEXT = 200
 MAX_SEEN_SIDE = 1024
+# Noise of 1024 x 1024 pixels takes about one megabyte. A visit keeps it as it came.
+MAX_IMAGE_TEXT = 3_000_000
+MAX_DIGITS = 40
+# Of logits and probabilities that are written in full; what differs by more is not of one distribution.
+TOLERANCE = 1e-4
 FINISH_REASONS = ("eos", "length", "time", "stopped")
 # A hub token never leaves the server, whatever it was pasted into.
 SECRET = re.compile(r"hf_[A-Za-z0-9]{10,}")
 
 Check = Callable[[str, Any], Any]
+
+# While it is checked, a file of 10 MB may take half a gigabyte.
+_reader = threading.Lock()
 
 
 # Writing
@@ -99,18 +110,19 @@ def read_run(file: bytes, number: int) -> Run:
 
     Raises ValueError that says where the file is not what the module's docstring describes.
     """
-    document = _fields("the file", _parse(file), _DOCUMENT)
+    with _reader:
+        parsed = _parse(file)
+        _check_format(parsed)
+        document = _fields("the file", parsed, _DOCUMENT)
     steps = _read_steps(document["tokens"], document["finish_reason"])
-    branched_at = document["branched_at"]
-    if branched_at is not None and branched_at >= len(steps):
-        raise ValueError(f"branched_at is {branched_at}, and there are {len(steps)} tokens")
+    _check_run(steps, document["request"]["forced_ids"], document["branched_at"])
     timing = document["timing"]
     return Run(
         number=number,
         picture=document["picture"],
         request={**document["request"], "time_limit": None},
         model=document["model"],
-        branched_at=branched_at,
+        branched_at=document["branched_at"],
         steps=steps,
         finish_reason=document["finish_reason"],
         timing=Timing(**timing) if timing else None,
@@ -119,16 +131,42 @@ def read_run(file: bytes, number: int) -> Run:
 
 
 def _parse(file: bytes) -> Any:
-    if len(file) > MAX_BYTES:
-        raise ValueError(f"the file has {len(file)} bytes; at most {MAX_BYTES} are read")
+    if len(file) > MAX_FILE_BYTES:
+        raise ValueError(f"the file has {len(file)} bytes; at most {MAX_FILE_BYTES} are read")
     try:
-        return json.loads(file.decode("utf-8"), parse_constant=_refuse_constant)
+        return json.loads(
+            file.decode("utf-8-sig"),
+            parse_constant=_refuse_constant,
+            parse_int=_read_integer,
+            object_pairs_hook=_read_object,
+        )
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError("the file is no JSON text") from error
 
 
+def _check_format(parsed: Any) -> None:
+    """Say so at once when this is another file, or one of another version."""
+    found = parsed.get("format") if isinstance(parsed, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"the file is no run that can be read: its format is {quote(found)}, not {FORMAT!r}")
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"the file holds {name}; numbers must be finite")
+
+
+def _read_integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"the file holds a number of {len(digits)} digits; at most {MAX_DIGITS} are read")
+    return int(digits)
+
+
+def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the file names {quote(twice)} twice in one object")
+    return fields
 
 
 def _read_steps(tokens: list[dict[str, Any]], finish_reason: str) -> list[Step]:
@@ -142,6 +180,37 @@ def _read_steps(tokens: list[dict[str, Any]], finish_reason: str) -> list[Step]:
     return steps
 
 
+def _check_run(steps: Sequence[Step], forced_ids: tuple[int, ...], branched_at: int | None) -> None:
+    """Raise ValueError where steps contradict each other, or what the run says of itself."""
+    for step in steps:
+        _check_step(step)
+    token_ids = tuple(step.token_id for step in steps)
+    if token_ids[: len(forced_ids)] != forced_ids[: len(token_ids)]:
+        raise ValueError("the tokens do not begin with the request's forced_ids")
+    if branched_at is not None and branched_at >= len(steps):
+        raise ValueError(f"branched_at is {branched_at}, and there are {len(steps)} tokens")
+    if any(later.seconds < earlier.seconds for earlier, later in itertools.pairwise(steps)):
+        raise ValueError("the tokens' seconds run backwards")
+
+
+def _check_step(step: Step) -> None:
+    """Raise ValueError unless all numbers of a step can be of one distribution, and its candidates in its order."""
+    place = f"tokens[{step.index}]"
+    for token in (step, *step.top):
+        logprob = token.logit - step.logsumexp
+        if abs(token.logprob - logprob) > TOLERANCE * max(1.0, abs(logprob)):
+            raise ValueError(f"{place}: the logprob of {token.token_id} is not its logit less logsumexp")
+        if abs(token.prob - math.exp(token.logprob)) > TOLERANCE:
+            raise ValueError(f"{place}: the prob of {token.token_id} is not that of its logprob")
+    if any(first.logit < second.logit for first, second in itertools.pairwise(step.top)):
+        raise ValueError(f"{place}: the candidates are not in the order of their logits")
+    ids = [candidate.token_id for candidate in step.top]
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"{place}: two candidates have the same id")
+    if step.rank <= len(ids) and ids[step.rank - 1] != step.token_id:
+        raise ValueError(f"{place}: its rank is {step.rank}, where the candidates have another token")
+
+
 # What a field may be. A check takes the field's place in the file and its value, and returns the value.
 
 
@@ -150,7 +219,8 @@ def _fields(place: str, value: Any, checks: Mapping[str, Check]) -> dict[str, An
         raise ValueError(f"{place} must be an object")
     missing, unknown = sorted(checks.keys() - value.keys()), sorted(value.keys() - checks.keys())
     if missing or unknown:
-        raise ValueError(f"{place} lacks {missing or 'nothing'} and has the unknown {unknown[:5] or 'nothing'}")
+        shown = [name[:40] for name in unknown[:5]]
+        raise ValueError(f"{place} lacks {missing or 'nothing'} and has the unknown {shown or 'nothing'}")
     return {name: check(f"{place}, {name}", value[name]) for name, check in checks.items()}
 
 
@@ -158,10 +228,10 @@ def _object(checks: Mapping[str, Check]) -> Check:
     return lambda place, value: _fields(place, value, checks)
 
 
-def _list(check: Check, most: int) -> Check:
+def _list(check: Check, most: int, least: int = 0) -> Check:
     def read(place: str, value: Any) -> list[Any]:
-        if not isinstance(value, list) or len(value) > most:
-            raise ValueError(f"{place} must be a list of at most {most}")
+        if not isinstance(value, list) or not least <= len(value) <= most:
+            raise ValueError(f"{place} must be a list of {least} to {most}")
         return [check(f"{place}[{index}]", item) for index, item in enumerate(value)]
 
     return read
@@ -175,6 +245,8 @@ def _text(most: int) -> Check:
     def read(place: str, value: Any) -> str:
         if not isinstance(value, str) or len(value) > most:
             raise ValueError(f"{place} must be a text of at most {most} characters")
+        if replace_lone_surrogates(value) != value:
+            raise ValueError(f"{place} must be a text that has a UTF-8 form")
         return value
 
     return read
@@ -201,7 +273,7 @@ def _whole(low: int, high: int) -> Check:
 def _real(low: float, high: float) -> Check:
     def read(place: str, value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not low <= value <= high:
+        if not is_number or not low <= value <= high:  # NaN is not either
             raise ValueError(f"{place} must be a number from {low:g} to {high:g}")
         return float(value)
 
@@ -216,14 +288,12 @@ def _versions(place: str, value: Any) -> dict[str, str]:
 
 def _image_file(format_name: str, longest_side: int) -> Check:
     def read(place: str, value: Any) -> tuple[bytes, Image.Image]:
+        text = _text(MAX_IMAGE_TEXT)(place, value)
         try:
-            file = base64.b64decode(_text(MAX_BYTES)(place, value), validate=True)
-            image = Image.open(io.BytesIO(file), formats=(format_name,))
-            if max(image.size) <= longest_side:
-                return file, image.convert("RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{place} must be a {format_name} file in base64") from error
-        raise ValueError(f"{place} must have no side above {longest_side} pixels")
+            file = base64.b64decode(text, validate=True)
+            return file, decode_picture(file, (format_name,), longest_side)
+        except ValueError as error:
+            raise ValueError(f"{place} must be a {format_name} file in base64: {error}") from error
 
     return read
 
@@ -231,6 +301,8 @@ def _image_file(format_name: str, longest_side: int) -> Check:
 def _picture(place: str, value: Any) -> Picture:
     fields = _fields(place, value, _PICTURE)
     (shown, _), (_, seen) = fields["shown"], fields["seen"]
+    if fields["width"] * fields["height"] > MAX_PIXELS:
+        raise ValueError(f"{place} must have at most {MAX_PIXELS} pixels, got {fields['width']} x {fields['height']}")
     if seen.width != seen.height:
         raise ValueError(f"{place}, seen must be a square")
     if _pixel_hash(seen) != fields["seen_sha256"]:
@@ -259,7 +331,7 @@ _STEP = {
     "logsumexp": _LOGIT,
     "seconds": _SECONDS,
     "top": lambda place, value: tuple(
-        Candidate(**fields) for fields in _list(_object(_CANDIDATE), MAX_TOP_N)(place, value)
+        Candidate(**fields) for fields in _list(_object(_CANDIDATE), MAX_TOP_N, least=1)(place, value)
     ),
 }
 _PICTURE = {
@@ -293,7 +365,7 @@ _TIMING = {
     "tokens_per_s": _or_none(_real(0, 1e9)),
 }
 _DOCUMENT = {
-    "format": _one_of(FORMAT),
+    "format": _text(MAX_TEXT),
     "model": _object(_MODEL),
     "versions": _versions,
     "picture": _picture,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paligemma.masks import MaskDecoder
 from paligemma.view import words
+from paligemma.view.requests import quote
 
 if TYPE_CHECKING:
     from paligemma.pipeline import PaliGemma
@@ -142,6 +143,6 @@ def host_named(hosts: Sequence[ModelHost], name: Any) -> ModelHost:
         return hosts[0]
     found = next((host for host in hosts if host.name == name), None)
     if found is None:
-        raise ValueError(f"model is {str(name)[:80]!r}; allowed are {', '.join(host.name for host in hosts)}")
+        raise ValueError(f"model is {quote(name)}; allowed are {', '.join(host.name for host in hosts)}")
     found.start()
     return found

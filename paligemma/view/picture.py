@@ -4,66 +4,84 @@ from __future__ import annotations
 
 import base64
 import io
-import struct
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from paligemma.processing import to_rgb
+from paligemma.view.requests import read_upload
 
 if TYPE_CHECKING:
     from paligemma.processing import PaliGemmaProcessor
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 40_000_000
-# What Pillow's readers raise on damaged files.
-_DAMAGE = (OSError, EOFError, SyntaxError, ValueError, TypeError, struct.error)
+# JPEG's own limit. In a run-length encoded BMP two bytes skip 255 rows, which must not be gigabytes.
+MAX_SIDE = 65_535
+# Cameras and tools write about ten. Each costs a pass over all pixels and only a few bytes of file.
+MAX_JPEG_SCANS = 100
+START_OF_SCAN = b"\xff\xda"
+# A tile may be far larger than its picture, and is decoded whole (TIFF 6.0, section 15).
+TIFF_TILE_TAGS = {322, 323, 324, 325}
+DAMAGED = "This picture is damaged and cannot be read. Try to save it again."
+
+# Of the pictures that are decoded beside the queue; each may take half a gigabyte for a moment.
+_decoders = threading.BoundedSemaphore(2)
 
 
 def open_picture(path: str | Path | None) -> Image.Image:
-    """Open, check and decode a picture; of an animation the first frame, turned as its EXIF data says.
+    """Read and decode the picture in an uploaded file, see `decode_picture`.
 
-    What a file is, its content decides, not its name. Its size is checked before anything is decoded: a file of
-    20 KB can hold a picture of half a gigabyte.
-
-    Raises ValueError, in words for the visitor, when there is no picture, for another format, for more than
-    MAX_PIXELS pixels, and for a damaged file.
+    Raises ValueError, in words for the visitor, also when there is no file, or one of more than MAX_FILE_BYTES.
     """
     if not path:
         raise ValueError("Choose a picture first.")
-    image = _read_header(path)
-    if image.width * image.height > MAX_PIXELS:
-        raise ValueError(_too_large(f"{image.width} × {image.height} pixels"))
-    try:
-        image.load()
-    except _DAMAGE as error:
-        raise ValueError("This picture is damaged and cannot be read. Try to save it again.") from error
-    return _upright(image)
+    return decode_picture(read_upload(path))
 
 
-def _read_header(path: str | Path) -> Image.Image:
+def decode_picture(file: bytes, formats: Sequence[str] = FORMATS, longest_side: int = MAX_SIDE) -> Image.Image:
+    """Check and decode a picture: upright, opaque, RGB, without metadata; of an animation the first frame.
+
+    What a file is, its content decides. Its sizes are checked before anything is decoded: a file of 20 KB can hold a
+    picture of half a gigabyte. Conversions are those of `processing.to_rgb`.
+
+    Raises ValueError, in words for the visitor, for another format, more pixels or a longer side than allowed, what
+    costs far more than its pixels, and a damaged file.
+    """
+    image = _read_header(file, formats)
+    width, height = image.size
+    if width * height > MAX_PIXELS or max(width, height) > longest_side:
+        raise ValueError(
+            f"This picture has {width} × {height} pixels; at most {MAX_PIXELS // 10**6} million pixels, and "
+            f"{longest_side} a side, can be read. Make it smaller first."
+        )
+    if image.format in ("JPEG", "MPO") and file.count(START_OF_SCAN) > MAX_JPEG_SCANS:
+        raise ValueError(DAMAGED)
+    if image.format == "TIFF" and not TIFF_TILE_TAGS.isdisjoint(image.tag_v2):
+        raise ValueError("This TIFF is stored in tiles, which are not read. Save it in strips, or as PNG.")
     try:
-        return Image.open(path, formats=FORMATS)
+        return to_rgb(image)
+    except ValueError as error:
+        raise ValueError(DAMAGED) from error
+
+
+def _read_header(file: bytes, formats: Sequence[str]) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(file), formats=formats)
+    except MemoryError:
+        raise
     except Image.DecompressionBombError as error:
-        raise ValueError(_too_large("far more")) from error
+        raise ValueError("This picture has far too many pixels. Make it smaller first.") from error
     except UnidentifiedImageError as error:
-        raise ValueError(f"This file is none of the pictures that can be read: {', '.join(FORMATS)}.") from error
-    except _DAMAGE as error:
-        raise ValueError("This file cannot be read. Choose it again.") from error
-
-
-def _too_large(size: str) -> str:
-    return f"This picture has {size}; at most {MAX_PIXELS // 10**6} million pixels can be read. Make it smaller first."
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    try:
-        return ImageOps.exif_transpose(image)
-    except _DAMAGE:
-        return image  # a damaged EXIF block says nothing about the picture
+        names = ", ".join(formats)
+        raise ValueError(f"This file is none of the pictures that can be read ({names}), or is damaged.") from error
+    except Exception as error:  # Pillow's readers raise nearly everything on a damaged file
+        raise ValueError(DAMAGED) from error
 
 
 # What is shown of a picture, and what the model sees of it
@@ -94,6 +112,12 @@ class Picture:
 def make_picture(image: Image.Image, processor: PaliGemmaProcessor) -> Picture:
     """Keep what is needed of an upright picture; `image` itself may go."""
     return Picture(image.width, image.height, _shown_file(image), seen_picture(image, processor))
+
+
+def read_picture(path: str | Path | None, processor: PaliGemmaProcessor) -> Picture:
+    """`open_picture` and `make_picture`, for handlers that wait in no queue: a few at a time."""
+    with _decoders:
+        return make_picture(open_picture(path), processor)
 
 
 def seen_picture(image: Image.Image, processor: PaliGemmaProcessor) -> Image.Image:

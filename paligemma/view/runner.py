@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paligemma.generation import Sampling
 from paligemma.view import objects, tokens, words
 from paligemma.view.picture import Picture, make_picture, open_picture, scene
-from paligemma.view.requests import read_request
+from paligemma.view.requests import check_prompt_length, read_request
 from paligemma.view.runs import Plan, Run, run_tree
 from paligemma.view.visit import RunControl, Visit
 
@@ -65,6 +65,7 @@ def carry_out(host: ModelHost, visit: Visit, plan: Plan, control: RunControl) ->
     if control.stop_asked:
         yield Update(words.notice("idle", "Stopped"))
         return
+    check_prompt_length(host.model.processor, request["prompt"])
     picture = image if isinstance(image, Picture) else make_picture(image, host.model.processor)
     sampling = Sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
     request["seed"] = sampling.with_seed().seed
