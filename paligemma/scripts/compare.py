@@ -53,8 +53,8 @@ def random_picture(seed: int) -> Image.Image:
     return Image.fromarray(blocks.numpy()).resize((90, 70), Image.Resampling.NEAREST)
 
 
-def load_reference(folder: Path, dtype: torch.dtype) -> transformers.PaliGemmaForConditionalGeneration:
-    """transformers' model, with eager attention."""
+def load_reference(folder: Path, dtype: torch.dtype | str) -> transformers.PaliGemmaForConditionalGeneration:
+    """transformers' model, with eager attention; "auto" keeps the stored type."""
     return transformers.PaliGemmaForConditionalGeneration.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager"
     ).eval()
@@ -138,16 +138,21 @@ def _reference_logits(
 
 
 def our_samples(
-    folder: Path, dtype: torch.dtype, requests: Sequence[Request], num_tokens: int, answers: Sequence[Sequence[int]]
+    folder: Path,
+    dtype: torch.dtype,
+    requests: Sequence[Request],
+    num_tokens: int,
+    answers: Sequence[Sequence[int]],
+    quantize: str | None = None,
 ) -> list[Sample]:
     """This package's side, with a cache; `answers` are fed token by token for the logits."""
-    vlm = paligemma.load(folder, device="cpu", dtype=dtype)
+    vlm = paligemma.load(folder, device="cpu", dtype=dtype, quantize=quantize)
     allowed = vlm.processor.sampleable(vlm.config.text_config.vocab_size)
     samples = []
     for request, answer in zip(requests, answers, strict=True):
         inputs = vlm.processor([request.image], [request.prompt])
         greedy = vlm.generate(request.image, request.prompt, max_new_tokens=num_tokens).token_ids
-        logits = _our_logits(vlm.model, inputs, answer)
+        logits = our_logits(vlm.model, inputs, answer)
         samples.append(
             Sample(inputs["input_ids"][0], inputs["pixel_values"][0], greedy, pieces_only(logits, vlm.config, allowed))
         )
@@ -155,12 +160,16 @@ def our_samples(
 
 
 @torch.inference_mode()
-def _our_logits(
-    model: paligemma.PaliGemmaForConditionalGeneration, inputs: dict[str, Tensor], answer: Sequence[int]
+def our_logits(
+    model: paligemma.PaliGemmaForConditionalGeneration,
+    inputs: dict[str, Tensor],
+    answer: Sequence[int],
+    prefix_rows: int = PREFIX_ROWS,
 ) -> Tensor:
+    """Logits of the prefix's last rows and behind each token of the answer, which is fed as it would be generated."""
     prefix = inputs["input_ids"]
     cache = KVCache(model.config, 1, prefix.shape[1] + len(answer), model.dtype, model.device)
-    rows = [model(prefix, inputs["pixel_values"], kv_cache=cache, logits_to_keep=PREFIX_ROWS)["logits"][0]]
+    rows = [model(prefix, inputs["pixel_values"], kv_cache=cache, logits_to_keep=prefix_rows)["logits"][0]]
     rows += [model(torch.tensor([[token]]), kv_cache=cache)["logits"][0] for token in answer]
     return torch.cat(rows)
 

@@ -27,9 +27,9 @@ LAYOUTS = ("hub", "transformers-4.52", "transformers-5", "transformers-5-plain")
 SHARD_SIZE = "400KB"
 
 
-def save_processor_files(folder: Path, image_size: int) -> None:
+def save_processor_files(folder: Path, image_size: int, num_pieces: int = 0) -> None:
     """The tokenizer and the image settings, in the files and with the keys that a hub checkpoint has."""
-    tokenizer = build_tiny_tokenizer()
+    tokenizer = build_tiny_tokenizer(num_pieces)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",
@@ -110,6 +110,7 @@ class Case:
         top_level_hidden_size: config.json's own `hidden_size`, which the hub's PaliGemma 2 files give as 2048
             whatever the decoder's is, so that nothing may depend on it; None: the decoder's.
         vocab_size: rows of the embedding; None: the tiny tokenizer's and some filler, as on the hub.
+        num_pieces: pieces of the tokenizer before `<image>`; 0: the tiny tokenizer's.
     """
 
     text: dict[str, Any] = field(default_factory=lambda: dict(GEMMA1))
@@ -117,6 +118,7 @@ class Case:
     image_size: int = 56
     top_level_hidden_size: int | None = None
     vocab_size: int | None = None
+    num_pieces: int = 0
 
 
 CASES = {
@@ -132,7 +134,7 @@ CASES = {
 
 def make_config(case: Case) -> transformers.PaliGemmaConfig:
     """The configuration of transformers."""
-    image_token = build_tiny_tokenizer().token_to_id("<image>")
+    image_token = build_tiny_tokenizer(case.num_pieces).token_to_id("<image>")
     rows = case.vocab_size or (image_token // 64 + 1) * 64
     hidden_size = case.text["hidden_size"]
     picture = {"image_size": case.image_size, "projection_dim": hidden_size}
@@ -285,7 +287,7 @@ def save_config_files(config: transformers.PaliGemmaConfig, folder: Path, sparse
         config_file = folder / "config.json"
         _write_json(config_file, sparse_config(json.loads(config_file.read_text(encoding="utf-8"))))
     _write_json(folder / "generation_config.json", {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0})
-    save_processor_files(folder, config.vision_config.image_size)
+    save_processor_files(folder, config.vision_config.image_size, num_pieces=config.image_token_index)
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -14,14 +14,20 @@ LOCATIONS = tuple(f"<loc{number:04d}>" for number in range(1024))
 SEGMENTS = tuple(f"<seg{number:03d}>" for number in range(128))
 
 
-def build_tiny_tokenizer() -> Tokenizer:
+def build_tiny_tokenizer(num_pieces: int = 0) -> Tokenizer:
     """Specials, whitespace runs, tags, bytes, characters, words; then locations, segments, and `<image>` last.
 
     As in Gemma: BPE with byte fallback, a space is `▁`, a run of newlines is one added token, and the decoder
     puts pieces together without stripping anything. About 1,600 pieces.
+
+    Args:
+        num_pieces: pieces before `<image>`, which is then this id; filler makes up for what is missing. A model with
+            the vocabulary of Google's checkpoints costs what theirs cost only if so many tokens may be chosen.
     """
     prefixes = dict.fromkeys(word[:length] for word in WORDS for length in range(2, len(word) + 1))
     pieces = (*SPECIAL_TOKENS, *WHITESPACE_RUNS, *TAGS, *BYTE_PIECES, *CHARACTERS, *prefixes)
+    num_filler = num_pieces - len(pieces) - len(LOCATIONS) - len(SEGMENTS)
+    pieces = (*pieces, *(f"▁filler{number}" for number in range(num_filler)))
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     merges = [(prefix[:-1], prefix[-1]) for prefix in prefixes]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
