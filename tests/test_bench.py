@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,6 +153,16 @@ def test_too_few_rounds_or_tokens_are_refused(changes):
         SpeedOptions(**changes)
 
 
+def test_what_is_kept_goes_to_another_folder_for_a_while(tmp_path, monkeypatch):
+    for before in ("elsewhere", None):
+        monkeypatch.setenv("XDG_CACHE_HOME", "elsewhere")
+        if before is None:
+            monkeypatch.delenv("XDG_CACHE_HOME")
+        with process_cost.kept_in(tmp_path):
+            assert os.environ["XDG_CACHE_HOME"] == str(tmp_path)
+        assert os.environ.get("XDG_CACHE_HOME") == before
+
+
 # Accuracy ---------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +215,9 @@ def test_the_accuracy_of_a_type_is_measured_on_both_kinds_of_model(tmp_path, mon
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading is measured here instead of in processes that import everything anew."""
 
-    def measure(side: str, folder: Path | None = None, dtype: str = "auto", quantize: str | None = None) -> Cost:
+    def measure(
+        side: str, folder: Path | None = None, dtype: str = "auto", quantize: str | None = None, *cache_folder: Path
+    ) -> Cost:
         if folder is None:
             return Cost(0.0, 0.0, 0, 0)
         load = process_cost.load_ours if side == "ours" else process_cost.load_transformers

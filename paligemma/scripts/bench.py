@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import transformers
@@ -26,6 +26,7 @@ from paligemma.scripts.bench_accuracy import accuracy_lines, measure_accuracy
 from paligemma.scripts.bench_curve import curve_lines, draw, measure_curve
 from paligemma.scripts.bench_speed import Loading, SpeedOptions, SpeedReport, measure_speed
 from paligemma.scripts.full_size import SIZES, write_checkpoint
+from paligemma.scripts.process_cost import kept_in
 
 REGIMES = """\
 Two regimes. Up to the first token, the picture and the whole prompt go through the model at once: each weight that is
@@ -112,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=8, help="of each answer (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--work-dir", help="where random checkpoints are written; they are removed afterwards")
+    parser.add_argument("--work-dir", help="where random checkpoints and int8 weights are written; they are removed")
     return parser
 
 
@@ -157,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     print(REGIMES)
-    with tempfile.TemporaryDirectory(dir=chosen.work_dir) as work_dir:
+    with TemporaryDirectory(dir=chosen.work_dir) as work_dir, kept_in(Path(work_dir)):
         try:
             report = run(chosen, Path(work_dir))
         except ValueError as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -110,13 +113,14 @@ class SpeedReport:
     """All figures of a run; the dictionaries are by contender, `loading` is empty where it was not measured.
 
     Attributes:
-        model, parameters, device, threads, torch: what was run, and where.
+        model, parameters, dtype, device, threads, torch: what was run, and where.
         kernels: type and kernels of each of ours, in words.
         prefix_tokens: of picture and prompt.
     """
 
     model: str
     parameters: int
+    dtype: str
     device: str
     threads: int
     torch: str
@@ -189,9 +193,8 @@ def loading_of(
 
 
 def kernels_of(vlm: paligemma.PaliGemma) -> str:
-    """Type and kernels in words."""
-    chosen = getattr(vlm, "backend", None) or "torch's own"
-    return f"{_name(vlm.dtype)}, {chosen}, on {vlm.device}"
+    """What computes the decoder, such as "int8 (oneDNN)"."""
+    return getattr(vlm, "backend", None) or _name(vlm.dtype)
 
 
 def forced_ids(vlm: paligemma.PaliGemma, count: int) -> list[int]:
@@ -210,9 +213,17 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def measure_speed(options: SpeedOptions) -> SpeedReport:
-    """Load all contenders, let them take turns, then load each in a process of its own."""
+    """Let all contenders take turns, then load each in a process of its own, when these here are gone."""
     found = checkpoint.find(options.source, device=options.device, dtype=options.dtype)
-    ours = [_load(found.folder, options, quantize) for quantize in dict.fromkeys((None, options.quantize))]
+    report = _measure_in_turns(found, options)
+    if report.device != "cpu":
+        return report
+    gc.collect()
+    return replace(report, loading=_measure_loading(found.folder, options, report))
+
+
+def _measure_in_turns(found: checkpoint.Found, options: SpeedOptions) -> SpeedReport:
+    ours = [_load(found.folder, options, quantize) for quantize in _choices(options)]
     vlm = ours[0].vlm
     token_ids = forced_ids(vlm, options.tokens)
     requests = [Request(random_picture(number), PROMPT) for number in range(options.rounds + 1)]
@@ -235,7 +246,7 @@ def measure_speed(options: SpeedOptions) -> SpeedReport:
         second_prompt={
             one.name: second_prompt_of(rounds.times[one.name], rounds.second_prompt[one.name]) for one in ours
         },
-        loading=_loading(ours, options.against_transformers, found.folder) if vlm.device.type == "cpu" else {},
+        loading={},
     )
 
 
@@ -249,6 +260,7 @@ def _setting(vlm: paligemma.PaliGemma, name: str) -> dict[str, str | int]:
     return {
         "model": name,
         "parameters": sum(weight.numel() for weight in checkpoint.empty_model(vlm.config).parameters()),
+        "dtype": _name(vlm.dtype),
         "device": torch.cuda.get_device_name(vlm.device) if vlm.device.type == "cuda" else vlm.device.type,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -258,7 +270,7 @@ def _setting(vlm: paligemma.PaliGemma, name: str) -> dict[str, str | int]:
 
 def _load(folder: Path, options: SpeedOptions, quantize: str | None) -> Ours:
     vlm = paligemma.load(folder, device=options.device, dtype=options.dtype, quantize=quantize)
-    return Ours(f"ours {quantize}" if quantize else "ours", vlm, quantize)
+    return Ours(_contender_name(quantize), vlm, quantize)
 
 
 def _warm_up(
@@ -270,18 +282,27 @@ def _warm_up(
     return faster(opponents, request, token_ids) if opponents else []
 
 
-def _loading(ours: Sequence[Ours], with_transformers: bool, folder: Path) -> dict[str, Loading]:
-    """Both sides, each in a fresh process; quantised weights twice, since they are kept for the second time."""
-    config, dtype = ours[0].vlm.config, ours[0].vlm.dtype
+def _measure_loading(folder: Path, options: SpeedOptions, report: SpeedReport) -> dict[str, Loading]:
+    """Both sides, each in a fresh process; quantised weights twice, since the first time keeps them for the next."""
+    config, dtype = checkpoint.read_config(folder), getattr(torch, report.dtype)
     imports = process_cost.measure("ours")
     cache = process_cost.cache_bytes(config, dtype)
 
-    def loading(side: str, quantize: str | None) -> Loading:
-        cost, again = (
-            process_cost.measure(side, folder, _name(dtype), quantize) if first or quantize else None
-            for first in (True, False)
-        )
+    def loading(side: str, quantize: str | None = None) -> Loading:
+        with TemporaryDirectory(dir=os.environ.get(process_cost.CACHE_VARIABLE)) as empty:
+            arguments = (side, folder, report.dtype, quantize, Path(empty))
+            cost = process_cost.measure(*arguments)
+            again = process_cost.measure(*arguments) if quantize else None
         return loading_of(imports, cost, again, Work.of(config, dtype, quantize).weight_bytes + cache)
 
-    found = {one.name: loading("ours", one.quantize) for one in ours}
-    return found | ({"transformers": loading("reference", None)} if with_transformers else {})
+    found = {_contender_name(quantize): loading("ours", quantize) for quantize in _choices(options)}
+    return found | ({"transformers": loading("reference")} if options.against_transformers else {})
+
+
+def _choices(options: SpeedOptions) -> list[str | None]:
+    """How the weights of each of ours are kept."""
+    return list(dict.fromkeys((None, options.quantize)))
+
+
+def _contender_name(quantize: str | None) -> str:
+    return f"ours {quantize}" if quantize else "ours"

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -33,9 +35,23 @@ from paligemma.scripts.compare import (
 )
 
 SIDES = ("ours", "reference")
+CACHE_VARIABLE = "XDG_CACHE_HOME"
 NUM_TOKENS = 4
 REQUEST = Request(random_picture(0), "caption en")
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+@contextmanager
+def kept_in(folder: Path) -> Iterator[None]:
+    """Let what is kept in the user's cache folder go to this one meanwhile."""
+    before = os.environ.get(CACHE_VARIABLE)
+    os.environ[CACHE_VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[CACHE_VARIABLE]
+        if before is not None:
+            os.environ[CACHE_VARIABLE] = before
 
 
 @dataclass(frozen=True)
@@ -62,12 +78,22 @@ class Cost:
         return max(self.loading_peak_bytes, self.answering_peak_bytes)
 
 
-def measure(side: str, folder: Path | None = None, dtype: str = "auto", quantize: str | None = None) -> Cost:
-    """Run one side on the CPU in a process of its own; without a folder it only imports."""
+def measure(
+    side: str,
+    folder: Path | None = None,
+    dtype: str = "auto",
+    quantize: str | None = None,
+    cache_folder: Path | None = None,
+) -> Cost:
+    """Run one side on the CPU in a process of its own; without a folder it only imports.
+
+    `cache_folder` takes the place of the user's, where quantised weights are kept.
+    """
     command = [sys.executable, "-m", "paligemma.scripts.process_cost", side, "--dtype", dtype]
     command += ["--folder", str(folder)] if folder else []
     command += ["--quantize", quantize] if quantize else []
-    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, **({CACHE_VARIABLE: str(cache_folder)} if cache_folder else {})}
+    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return Cost(**json.loads(finished.stdout.splitlines()[-1]))
 
 
