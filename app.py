@@ -366,6 +366,22 @@ def inspect_over_api(
         raise gr.Error(words.explain(error), print_exception=False) from error
 
 
+class Page(gr.Blocks):
+    """Blocks that also say in words what is wrong with a call that never reaches its handler."""
+
+    async def process_api(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """As Gradio's, which answers such calls with an error without words."""
+        try:
+            return await super().process_api(*arguments, **options)
+        except gr.Error:
+            raise
+        except ValueError:  # inputs are missing, are of another shape, or name a file that was not uploaded
+            raise gr.Error(words.WRONG_INPUTS, print_exception=False) from None
+        except Exception as error:
+            _log(error)
+            raise gr.Error(words.explain(error), print_exception=False) from None
+
+
 # Components
 
 
@@ -553,7 +569,7 @@ def _runs_panel() -> tuple[gr.HTML, gr.Button, gr.UploadButton]:
 def build_app(*hosts: ModelHost) -> gr.Blocks:
     """The page and the HTTP API for these models, the first one first. Nothing is launched or loaded here."""
     shelf = examples.load_examples(ASSETS / "examples")
-    with gr.Blocks(
+    with Page(
         title="PaliGemma, token by token", analytics_enabled=False, delete_cache=(600, 3600), fill_width=True
     ) as app:
         badge, models = _header(hosts)

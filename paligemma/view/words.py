@@ -21,6 +21,7 @@ NO_MODEL = (
     "This app has no model of its own yet. Name one when you start it: python app.py --model FOLDER_OR_HUB_ID, "
     "for example google/paligemma2-3b-mix-224."
 )
+WRONG_INPUTS = "The server cannot read this request: its inputs are not those that /gradio_api/info lists."
 FINISHED = {
     "eos": "The answer is complete",
     "length": "Stopped at the largest number of new tokens",
