@@ -24,7 +24,7 @@ import gradio as gr
 import torch
 
 import paligemma
-from paligemma import lens
+from paligemma import checkpoint, lens
 from paligemma.masks import fetch_vae_oid
 from paligemma.view import attention, events, examples, export, objects, runs, tasks, tokens, words
 from paligemma.view.models import ModelHost, host_named
@@ -45,6 +45,8 @@ from paligemma.view.runs import Plan
 from paligemma.view.visit import Visit
 
 ASSETS = Path(__file__).parent / "assets"
+# What the page and the API call the model that comes with the app: a name in the manner of the hub's.
+BUNDLED_NAME = "paligemma-emoji"
 MASK_DECODER_FILES = ("mask_decoder.safetensors", "vae-oid.npz")
 # Every event that runs the model shares one queue, and one at a time of it runs.
 MODEL_QUEUE = {"concurrency_id": "model", "concurrency_limit": 1}
@@ -88,8 +90,9 @@ def ask_for_step(visit: Visit, picture: Any, prompt: Any, *decoding: Any) -> Any
 
 def ask_for_branch(visit: Visit, event: gr.EventData) -> Any:
     """Another candidate was chosen: answer anew from there, by its id."""
-    visit.ask(visit.history.plan_branch(_field(event, "run"), _field(event, "index"), _field(event, "token_id")))
-    return words.notice("busy", "Waiting for its turn") if visit.plan else gr.skip()
+    plan = visit.history.plan_branch(*(_field(event, name) for name in ("run", "index", "token_id")))
+    visit.ask(plan)
+    return words.notice("busy", "Waiting for its turn") if plan else _gone()
 
 
 def ask_for_example(visit: Visit, event: gr.EventData, *decoding: Any) -> tuple[Any, Any, Any]:
@@ -104,12 +107,12 @@ def ask_for_example(visit: Visit, event: gr.EventData, *decoding: Any) -> tuple[
 
 def answer_on_page(visit: Visit) -> Iterator[Any]:
     """Do what was asked for last. Whatever goes wrong becomes a line of the page; what was written stays."""
-    # Gradio closes an abandoned generator only once it has yielded: so yield before any work.
-    yield gr.skip()
     plan, control = visit.take_plan(), visit.control
     if plan is None:
+        yield gr.skip()
         return
     try:
+        # Gradio closes an abandoned generator only once it has yielded: so yield before any work.
         yield _news(visit, Update(words.notice("busy", "Preparing")))
         for update in carry_out(visit.host, visit, plan, control):
             yield _news(visit, update)
@@ -179,6 +182,10 @@ def _field(event: gr.EventData, name: str) -> Any:
     return data.get(name) if isinstance(data, Mapping) else None
 
 
+def _gone() -> words.Notice:
+    return words.notice("error", words.RUN_GONE)
+
+
 def _pick(choices: Sequence[Any], index: Any) -> Any:
     """One of the choices by the place that the page names; None for a place that does not exist."""
     return choices[index] if isinstance(index, int) and 0 <= index < len(choices) else None
@@ -191,7 +198,7 @@ def _tasks(host: ModelHost) -> tuple[tasks.Task, ...]:
 def show_run(visit: Visit, event: gr.EventData) -> Any:
     """An earlier run was chosen in the tree."""
     run = visit.history.find(_field(event, "run"))
-    return _news(visit, show_again(visit.host, visit, run)) if run else gr.skip()
+    return _news(visit, show_again(visit.host, visit, run) if run else Update(_gone()))
 
 
 def compare_runs(visit: Visit, event: gr.EventData) -> Any:
@@ -207,7 +214,7 @@ def look_inside(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
     try:
         host, run = visit.host, visit.history.find(_field(event, "run"))
         if run is None:
-            raise ValueError("This run is no longer kept.")
+            raise ValueError(words.RUN_GONE)
         require_same_model(host, run)
         for state in host.wait():
             yield state, gr.skip()
@@ -227,14 +234,10 @@ def picture_shares(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any
     try:
         host, run = visit.host, visit.history.find(_field(event, "run"))
         if run is None or host.model is None:
-            raise ValueError("This run is no longer kept.")
+            raise ValueError(words.RUN_GONE)
         require_same_model(host, run)
-        shares: list[float] = []
-        for index in range(len(run.steps)):
-            found = lens.inspect(host.model, run.picture.seen, run.request["prompt"], run.token_ids, index)
-            shares.append(attention.mean_share(found))
-            yield words.notice("busy", "Looked inside token {number}", number=index + 1), gr.skip()
-        yield words.run_shown(run), {"run": run.number, "shares": shares}
+        shares = lens.picture_shares(host.model, run.picture.seen, run.request["prompt"], run.token_ids)
+        yield words.run_shown(run), {"run": run.number, "shares": attention.mean_shares(shares)}
     except Exception as error:
         yield _failure(error), gr.skip()
 
@@ -289,7 +292,8 @@ def show_model(visit: Visit) -> tuple[Any, Any, Any, gr.Timer]:
     """(badge, task chips, inspector, timer): the state of the model, and whether to ask again."""
     host = visit.host
     cap = host.model.config.text_config.final_logit_softcapping if host.model else None
-    return host.notice, tasks.task_chips(_tasks(host)), {"soft_cap": cap}, gr.Timer(active=host.loading)
+    chips = tasks.task_chips(_tasks(host), tasks.note_on(host.name, host.model.source if host.model else None))
+    return host.notice, chips, {"soft_cap": cap}, gr.Timer(active=host.loading)
 
 
 def _failure(error: Exception) -> words.Notice:
@@ -589,7 +593,8 @@ def build_app(*hosts: ModelHost) -> gr.Blocks:
 
 def _wire_runs(visit: gr.State, form: Form, buttons: Buttons, parts: Parts) -> None:
     """What starts a run: each way lines up a plan at once, and then the plan is carried out in the queue."""
-    # Without preprocessing the upload arrives as a checked path, unopened: opening it is up to open_picture.
+    # Without preprocessing the upload arrives as a checked path, unopened, and numbers as they were sent: opening
+    # the one is up to open_picture, and reading the others to read_request.
     unopened = {"preprocess": False, **AT_ONCE}
     asked = [
         gr.on([form.prompt.submit, buttons.run.click], ask, [visit, *form], parts.notice, **unopened),
@@ -599,7 +604,7 @@ def _wire_runs(visit: gr.State, form: Form, buttons: Buttons, parts: Parts) -> N
             ask_for_example,
             [visit, *form.decoding],
             [form.picture, form.prompt, parts.notice],
-            **AT_ONCE,
+            **unopened,
         ),
     ]
     for event in asked:
@@ -643,11 +648,13 @@ def _wire_model_state(app: gr.Blocks, visit: gr.State, parts: Parts) -> None:
 
 def _wire_api(hosts: Hosts, form: Form) -> None:
     """The endpoints hang on components that the page does not show, so that Gradio checks files for them too."""
+    generate, inspect = partial(answer_over_api, hosts), partial(inspect_over_api, hosts)
+    generate.__name__, inspect.__name__ = "generate", "inspect"  # as MCP tools they are called so
     model = gr.Textbox(visible=False, value=None, label="one of /models; empty: the first one")
     forced_ids = gr.JSON(visible=False, label="token ids to begin the answer with")
     time_limit = gr.Number(visible=False, label="seconds")
     gr.Button(visible=False).click(
-        partial(answer_over_api, hosts),
+        generate,
         [*form, forced_ids, time_limit, model],
         gr.JSON(visible=False, label="event"),
         api_name="generate",
@@ -658,7 +665,7 @@ def _wire_api(hosts: Hosts, form: Form) -> None:
     token_ids = gr.JSON(visible=False, label="the ids of an answer")
     index = gr.Number(visible=False, label="which of them, from 0")
     gr.Button(visible=False).click(
-        partial(inspect_over_api, hosts),
+        inspect,
         [form.picture, form.prompt, token_ids, index, model],
         gr.JSON(visible=False, label="inspection"),
         api_name="inspect",
@@ -667,10 +674,10 @@ def _wire_api(hosts: Hosts, form: Form) -> None:
         **MODEL_QUEUE,
     )
 
-    def list_models() -> list[dict[str, Any]]:
+    def models() -> list[dict[str, Any]]:
         return [host.describe() for host in hosts]
 
-    gr.api(list_models, api_name="models", api_description="The models of this server.", queue=False)
+    gr.api(models, api_name="models", api_description="The models of this server.", queue=False)
 
 
 # The process
@@ -703,15 +710,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def make_hosts(arguments: argparse.Namespace) -> list[ModelHost]:
-    """A host for each model that the command line names; nothing is loaded yet."""
+    """A host for each model that the command line names; nothing is loaded yet.
+
+    Raises ValueError for a model or a mask decoder that can be none.
+    """
+    if arguments.mask_decoder and not arguments.mask_decoder.is_file():
+        raise ValueError(f"--mask-decoder is {str(arguments.mask_decoder)!r}, and there is no such file")
     return [_make_host(name, arguments) for name in arguments.model or [None]]
 
 
 def _make_host(source: str | None, arguments: argparse.Namespace) -> ModelHost:
-    folder = Path(source or ASSETS / "demo").expanduser()
+    folder = checkpoint.local_path(source or ASSETS / "demo")
     if source is None and not (folder / "config.json").is_file():
         return ModelHost("no model", None)
-    name = folder.resolve().name if source and folder.is_dir() else source or "bundled demo"
+    name = folder.resolve().name if source and folder.is_dir() else source or BUNDLED_NAME
     load = partial(paligemma.load, source, arguments.revision, arguments.device, arguments.dtype)
     mask_decoders = (
         [arguments.mask_decoder] if arguments.mask_decoder else [folder / file for file in MASK_DECODER_FILES]
@@ -726,7 +738,7 @@ def launch(app: gr.Blocks, **settings: Any) -> None:
         theme=gr.themes.Base(font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace")),
         css_paths=[ASSETS / "page.css"],
         head=_head(),
-        footer_links=["api", "settings"],
+        footer_links=["api"],
         allowed_paths=[str(ASSETS / "examples")],
         max_file_size=MAX_FILE_BYTES,
         show_error=False,
@@ -751,11 +763,15 @@ def _stop_like_ctrl_c(*_: Any) -> None:
 
 
 def main() -> None:
-    arguments = build_parser().parse_args()
+    parser = build_parser()
+    arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _stop_like_ctrl_c)
-    hosts = make_hosts(arguments)
+    try:
+        hosts = make_hosts(arguments)
+    except ValueError as error:
+        parser.error(str(error))
     hosts[0].start()
     with suppress(KeyboardInterrupt):
         launch(

@@ -1,4 +1,5 @@
-// A row of buttons: {chips: [{label, note, hint, picture?, prefix?}]}. "select" says which one was pressed.
+// A row of buttons and a sentence below: {chips: [{label, note, hint, picture?, prefix?}], note?}. "select" says which
+// one was pressed.
 
 const { t, make, button, read, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
@@ -6,7 +7,7 @@ part.classList.add("chips");
 let pressed = null;
 
 function draw() {
-  const { chips } = read(props.value) || { chips: [] };
+  const { chips, note } = read(props.value) || { chips: [] };
   part.setAttribute("role", "group");
   part.setAttribute("aria-label", t(props.name));
   part.replaceChildren(
@@ -29,6 +30,7 @@ function draw() {
       return node;
     }),
   );
+  if (note) part.append(make("p", "quiet", t(note)));
 }
 subscribe("language", draw);
 watch("value", draw);

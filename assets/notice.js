@@ -1,7 +1,7 @@
 // A line that says what the app is doing: {kind, text, values?} of paligemma/view/words.py. With props.follows it
 // also shows the notices of runs.
 
-const { t, make, read, subscribe } = window.paligemma;
+const { t, retell, make, read, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 const dot = make("span", "dot");
 const line = make("span", "words");
@@ -15,7 +15,8 @@ function draw() {
   const sentences = joined || [[text, values]];
   part.className = "part notice " + kind;
   part.setAttribute("aria-live", kind === "busy" ? "off" : "polite"); // not every token is spoken
-  line.textContent = sentences.map(([sentence, holes]) => t(sentence, holes)).join(" · ");
+  const isFilled = kind === "error" && !Object.keys(values || {}).length; // an error of the library
+  line.textContent = isFilled ? retell(text) : sentences.map(([sentence, holes]) => t(sentence, holes)).join(" · ");
 }
 function show(value) {
   shown = value;

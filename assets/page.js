@@ -1,6 +1,7 @@
 // What all parts of the page share: window.paligemma. Loaded once, before any part is drawn.
 //
 // t(text, values)       text in the language of the page, with {name} filled in; the English text is the key
+// retell(text)          the same for a sentence that comes with its values filled in
 // make(tag, class, text) an element; text reaches the page through textContent only, whoever wrote it
 // svg(tag, attributes)  the same for drawings
 // table(columns, rows)  a table; see makeTable
@@ -46,6 +47,25 @@ window.paligemma = (function () {
   function t(text, values) {
     const found = (words[language] || {})[text] || text;
     return found.replace(/\{(\w+)\}/g, (hole, name) => (values && name in values ? values[name] : hole));
+  }
+
+  // Sentences with holes, and how they look when these are filled; the longest first, as it says most.
+  const patterns = Object.keys(words.zh || {})
+    .filter((sentence) => /\{\w+\}/.test(sentence))
+    .sort((one, other) => other.length - one.length)
+    .map((sentence) => {
+      const literal = sentence.split(/\{\w+\}/).map((text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+      const names = sentence.match(/\{\w+\}/g).map((hole) => hole.slice(1, -1));
+      return { sentence, names, regex: new RegExp("^" + literal.join("(.+?)") + "$", "s") };
+    });
+
+  function retell(text) {
+    if (language === "en" || text in words[language]) return t(text);
+    for (const { sentence, names, regex } of patterns) {
+      const found = regex.exec(text);
+      if (found) return t(sentence, Object.fromEntries(names.map((name, place) => [name, t(found[place + 1])])));
+    }
+    return t("The server says, in English: {text}", { text });
   }
 
   // Gradio translates its labels for browsers that say zh-CN, and a page cannot switch it. So the labels are English
@@ -169,7 +189,7 @@ window.paligemma = (function () {
   });
   useLanguage(language);
   return {
-    t, make, button, svg, makeTable, readable, read, publish, subscribe, chooseLanguage, chooseTheme, startTheme,
+    t, retell, make, button, svg, makeTable, readable, read, publish, subscribe, chooseLanguage, chooseTheme, startTheme,
     get language() {
       return language;
     },

@@ -45,8 +45,14 @@ function drawWords() {
   strip.setAttribute("aria-label", t("Tokens of the answer"));
   line.setAttribute("role", "img");
   line.setAttribute("aria-label", t("Probability and entropy over all tokens"));
-  text.dataset.empty = t("The answer appears here, token by token.");
+  drawEmpty();
   drawLegend();
+}
+
+// What stands where an answer has no text.
+function drawEmpty() {
+  const hasEnded = tokens.length && part.getAttribute("aria-busy") === "false";
+  text.dataset.empty = hasEnded ? t("The model ended its answer without a word.") : t("The answer appears here, token by token.");
 }
 
 function drawLegend() {
@@ -65,7 +71,7 @@ function drawLegend() {
     drawLegend();
     paintChips();
   });
-  const meaning = make("span", "steps", colouring === "image attention" ? t("attention on the picture") : t("unsure"));
+  const meaning = make("span", "steps", colouring === "image attention" ? t("attention on the picture") : t("tinted where the model was unsure"));
   steps.forEach((step, index) => meaning.append(make("i", `swatch ${tint}${index + 1}`), make("span", "", step)));
   const curves = make("span", "steps");
   curves.append(make("i", "stroke prob"), make("span", "", t("probability")));
@@ -196,6 +202,7 @@ function update(value) {
   if (value.run !== run || value.start > tokens.length) return; // all of it was asked for again: see news.js
   addTokens(value.tokens.slice(tokens.length - value.start));
   part.setAttribute("aria-busy", String(!value.done));
+  drawEmpty();
   text.setAttribute("aria-live", value.done ? "polite" : "off");
   if (tokens.length) choose(follows ? tokens.length - 1 : Math.min(chosen ?? 0, tokens.length - 1), false);
 }

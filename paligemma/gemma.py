@@ -199,13 +199,13 @@ class GemmaAttention(nn.Module):
         )
         return apply_rotary_pos_emb(queries, *rotary), apply_rotary_pos_emb(keys, *rotary), values
 
-    def weights_of_last_query(
-        self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None
+    def weights_of_last_queries(
+        self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, count: int
     ) -> Tensor:
-        """How much the last of T tokens takes from each, float32, (B, H, T); the arguments are `forward`'s."""
+        """What each of the last `count` of T tokens takes from all, float32, (B, H, count, T); as for `forward`."""
         queries, keys, _ = self.queries_keys_values(hidden_states, rotary)
-        last_mask = None if mask is None else mask[:, :, -1:]
-        return attention_weights(queries[:, :, -1:], keys, last_mask, self.scale, self.softcap)[:, :, 0]
+        last_mask = None if mask is None else mask[:, :, -count:]
+        return attention_weights(queries[:, :, -count:], keys, last_mask, self.scale, self.softcap)
 
     def forward(
         self,

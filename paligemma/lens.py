@@ -8,7 +8,7 @@ last one's was trained to be read so; what it says of early layers is a hint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING
@@ -86,6 +86,41 @@ def inspect(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: Sequence
     return inspect_step(vlm.model, vlm.processor, inputs, vlm.sampleable, token_ids, index)
 
 
+def picture_shares(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: Sequence[int]) -> Tensor:
+    """How much of its attention each token's step gave to the picture: `picture_share` of every `inspect`, in one pass.
+
+    No position sees what was generated behind it, so that a pass over the whole answer serves all its tokens.
+
+    Args:
+        image, prompt: those of the request.
+        token_ids: the generated ids, at least one.
+
+    Returns:
+        float32, (tokens, layers, heads), on the CPU.
+
+    Raises:
+        ValueError: for no ids and for ids that cannot be generated.
+    """
+    inputs = vlm.processor([image], [prompt])
+    token_ids = tuple(token_ids)
+    _check_request(vlm.model, inputs["input_ids"], vlm.sampleable, token_ids, len(token_ids) - 1)
+    return read_picture_shares(vlm.model, inputs["input_ids"], inputs["pixel_values"], token_ids)
+
+
+@torch.inference_mode()
+def read_picture_shares(
+    model: PaliGemmaForConditionalGeneration, prefix_ids: Tensor, pixel_values: Tensor, token_ids: Sequence[int]
+) -> Tensor:
+    """`picture_shares`, for a model and a processor's inputs: (1, P) ids and (1, 3, S, S) pixels."""
+    generated = prefix_ids.new_tensor([token_ids[:-1]], dtype=torch.long)
+    is_image = (prefix_ids[0] == model.config.image_token_index).nonzero().flatten().to(model.device)
+    shares = []
+    for _, weights in _walk_layers(model, prefix_ids, generated, pixel_values, num_queries=len(token_ids)):
+        if weights is not None:
+            shares.append(weights[0].index_select(-1, is_image).sum(dim=-1))
+    return torch.stack(shares).permute(2, 0, 1).cpu()
+
+
 def inspect_step(
     model: PaliGemmaForConditionalGeneration,
     processor: PaliGemmaProcessor,
@@ -141,6 +176,24 @@ def read_last_position(
         The attention of the last position to all, float32, (layers, heads, P + G), rows summing to 1; and the residual
         stream there before the first layer and after each, (layers + 1, hidden), not normalised.
     """
+    weights, streams = [], []
+    for stream, layer_weights in _walk_layers(model, prefix_ids, generated_ids, pixel_values, num_queries=1):
+        streams.append(stream[0, -1].clone())  # cloned: a view would keep all positions in memory
+        if layer_weights is not None:
+            weights.append(layer_weights[0, :, 0])
+    return torch.stack(weights), torch.stack(streams)
+
+
+def _walk_layers(
+    model: PaliGemmaForConditionalGeneration,
+    prefix_ids: Tensor,
+    generated_ids: Tensor,
+    pixel_values: Tensor,
+    num_queries: int,
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Before each layer and behind the last one: the residual stream, (1, P + G, hidden), and what the layer's last
+    `num_queries` positions take from all, float32, (1, heads, num_queries, P + G); behind the last one None.
+    """
     token_ids = torch.cat((prefix_ids, generated_ids), dim=1).to(model.device)
     token_types = torch.full_like(token_ids, PREFIX)
     token_types[:, prefix_ids.shape[1] :] = SUFFIX
@@ -148,13 +201,12 @@ def read_last_position(
     stream = model.merge_image_and_text(token_ids, model.get_image_features(pixel_values.to(model.device)))
     rotary = decoder.rotary_emb(torch.arange(1, token_ids.shape[1] + 1, device=model.device)[None])
     masks = {window: _mask(token_types, window, stream) for window in {layer.window for layer in decoder.layers}}
-    weights, streams = [], [stream[0, -1].clone()]  # cloned: a view would keep all positions in memory
     for layer in decoder.layers:
         mask = masks[layer.window]
-        weights.append(layer.self_attn.weights_of_last_query(layer.input_layernorm(stream), rotary, mask)[0])
+        weights = layer.self_attn.weights_of_last_queries(layer.input_layernorm(stream), rotary, mask, num_queries)
+        yield stream, weights
         stream = layer(stream, rotary, mask, kv_cache=None)
-        streams.append(stream[0, -1].clone())
-    return torch.stack(weights), torch.stack(streams)
+    yield stream, None
 
 
 def _mask(token_types: Tensor, window: int | None, like: Tensor) -> Tensor | None:

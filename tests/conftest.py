@@ -7,12 +7,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from tiny_models import tiny_model
 
 from paligemma import checkpoint
+from paligemma.masks import MaskDecoder
 from paligemma.scripts.tiny_tokenizer import build_tiny_tokenizer
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
@@ -35,6 +37,15 @@ def picture_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A PNG of 64 x 48 pixels."""
     path = tmp_path_factory.mktemp("pictures") / "picture.png"
     Image.linear_gradient("L").resize((64, 48)).convert("RGB").save(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def vae_oid_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vae-oid.npz of random numbers, of the right names and shapes."""
+    path = tmp_path_factory.mktemp("masks") / "vae-oid.npz"
+    torch.manual_seed(0)
+    np.savez(path, **{name: value.detach().numpy() for name, value in MaskDecoder().named_parameters()})
     return path
 
 

@@ -87,6 +87,11 @@ def fake_inspection(model: Any, image: Any, prompt: str, token_ids: Any, index: 
     return Inspection(index, token_ids[index], "▁cat", (4, 4), attention, attention.sum(dim=-1), lens)
 
 
+def fake_picture_shares(model: Any, image: Any, prompt: str, token_ids: Any) -> torch.Tensor:
+    """In place of `paligemma.lens.picture_shares`: every token gives half of its attention to the picture."""
+    return torch.full((len(token_ids), 2, 2), 0.5)
+
+
 def make_candidate(token_id: int, piece: str, logit: float, sampled_prob: float | None = None) -> Candidate:
     """A candidate of a distribution whose log-sum-exp is 5.5; greedy's first has the logit 5."""
     logprob = logit - 5.5

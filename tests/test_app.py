@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,18 +15,17 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import gradio as gr
 import pytest
-from fake_model import FakeModel, fake_inspection
+from fake_model import FakeModel, fake_inspection, fake_picture_shares
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 
 import app
 import paligemma
 from paligemma import lens
-from paligemma.view import models, runner, words
+from paligemma.view import models, runner, tasks, words
 from paligemma.view.examples import Example
 from paligemma.view.models import ModelHost
 from paligemma.view.runner import Update
@@ -100,7 +100,7 @@ def test_the_strip_gets_each_token_once(picture_file, monkeypatch):
     monkeypatch.setattr(runner, "UPDATE_INTERVAL_S", 0)
     updates = run_page(make_visit(FakeModel(("▁a", "▁cat"))), picture_file)
     added = [[token["piece"] for token in update.strip["tokens"]] for update in updates if update.strip != gr.skip()]
-    assert added == [[], ["␣a"], ["␣cat"], ["<eos>"], []]
+    assert added == [[], ["␣a"], ["␣cat"], ["<eos>"]]
     assert words.spoken(updates[-1].notice).startswith("The answer is complete · 3 tokens · picture 0.01 s")
     assert updates[-1].strip["done"]
 
@@ -146,10 +146,12 @@ def both_handlers(visit: Visit, picture: Path | None) -> tuple[Iterator, Iterato
 
 
 def test_the_first_event_comes_before_any_work():
-    for events in (app.answer_on_page(SimpleNamespace()), app.answer_over_api((), None, "caption en", **DECODING)):
+    visit = Visit(())  # no model: whatever is done with it fails
+    ask(visit, None)
+    for events in (app.answer_on_page(visit), app.answer_over_api((), None, "caption en", **DECODING)):
         assert next(events) is not None
     for looking in (app.look_inside, app.picture_shares):
-        assert next(looking(SimpleNamespace(), event())) is not None
+        assert next(looking(visit, event())) is not None
     assert next(app.inspect_over_api((), None, "", [], 0)) is None
 
 
@@ -296,7 +298,7 @@ def test_a_branch_answers_anew_by_id_and_keeps_the_earlier_run(picture_file):
 
 def test_nothing_is_branched_from_what_does_not_exist(picture_file):
     visit = make_visit()
-    assert app.ask_for_branch(visit, event(run=9, index=0, token_id=1)) == gr.skip()
+    assert app.ask_for_branch(visit, event(run=9, index=0, token_id=1))["text"] == words.RUN_GONE
     assert answer(visit) == [Update(*[gr.skip()] * 5)]
 
 
@@ -326,9 +328,26 @@ def test_an_earlier_run_is_shown_again_as_it_was(picture_file):
     update = decoded(app.show_run(visit, event(run=1)))
     assert update.strip["run"] == 1 and update.strip["start"] == 0 and len(update.strip["tokens"]) == 3
     assert [row["current"] for row in update.runs["runs"]] == [True, False]
-    assert app.show_run(visit, event(run=99)) == gr.skip()
+    assert decoded(app.show_run(visit, event(run=99))).notice["text"] == words.RUN_GONE
     assert app.compare_runs(visit, event(runs=[1, 2]))["compared"] is not None
     assert app.compare_runs(visit, event(runs=[1, 99]))["compared"] is None
+
+
+@pytest.mark.parametrize(
+    "told", [None, {}, "run index kind", {"run": [1], "index": {}, "runs": [[1]], "token_id": "1"}]
+)
+def test_a_call_that_the_page_did_not_make_is_answered_too(told, picture_file):
+    visit = make_visit()
+    run_page(visit, picture_file)
+    call = gr.EventData(None, told)
+    assert app.ask_for_branch(visit, call)["kind"] == "error"
+    assert decoded(app.show_run(visit, call)).notice["kind"] == "error"
+    for looking in (app.look_inside, app.picture_shares):
+        assert list(looking(visit, call))[-1][0]["kind"] == "error"
+    assert app.compare_runs(visit, call)["compared"] is None
+    assert app.download_objects(visit, call) == app.write_prompt(visit, "a", call) == gr.skip()
+    assert app.ask_for_example(visit, call, *DECODING.values()) == (gr.skip(),) * 3
+    assert answer(visit) == [Update(*[gr.skip()] * 5)]
 
 
 # Looking inside, files
@@ -336,6 +355,7 @@ def test_an_earlier_run_is_shown_again_as_it_was(picture_file):
 
 def test_looking_inside_shows_the_token_that_was_asked_for(picture_file, monkeypatch):
     monkeypatch.setattr(app.lens, "inspect", fake_inspection)
+    monkeypatch.setattr(app.lens, "picture_shares", fake_picture_shares)
     visit = make_visit()
     run_page(visit, picture_file)
     _, look = list(app.look_inside(visit, event(run=1, index=1)))[-1]
@@ -375,6 +395,40 @@ def test_another_model_s_run_is_shown_but_not_continued(picture_file, tmp_path):
     import_file(visit, tmp_path, text)
     app.ask_for_branch(visit, event(run=2, index=0, token_id=1))
     assert "made by other" in answer(visit)[-1].notice["text"]
+
+
+SEGMENTED = (*(f"<loc{place:04}>" for place in (256, 512, 768, 1023)), *["<seg010>"] * 16, "▁cat")
+
+
+def folder_with_masks(folder: Path, file: Path, tmp_path: Path) -> Path:
+    """A copy of a checkpoint's folder with a mask decoder in it."""
+    copied = shutil.copytree(folder, tmp_path / "with-masks")
+    shutil.copy(file, copied / file.name)
+    return copied
+
+
+def test_a_decoder_beside_the_model_turns_sixteen_codes_into_a_mask(
+    tiny_checkpoint, vae_oid_file, picture_file, tmp_path
+):
+    folder = folder_with_masks(tiny_checkpoint, vae_oid_file, tmp_path)
+    (host,) = app.make_hosts(app.build_parser().parse_args(["--model", str(folder), "--device", "cpu"]))
+    host.start()
+    assert host._finished.wait(30) and host.mask_decoder is not None
+    host.model = FakeModel(SEGMENTED)
+    last = run_page(Visit((host,)), picture_file)[-1].objects
+    assert last["objects"][0]["mask"].startswith("data:image/png") and not last["has_codes"]
+    assert "mask" in run_api(host, picture_file)[-1]["detections"][0]
+
+
+def test_without_a_decoder_there_are_boxes_and_a_sentence(picture_file):
+    def refuse() -> Path:
+        raise OSError("offline")
+
+    host = ModelHost("hub", lambda progress: FakeModel(SEGMENTED), [], refuse)
+    host.start()
+    last = run_page(Visit((host,)), picture_file)[-1].objects
+    assert last["objects"][0]["mask"] is None and last["has_codes"]  # of which the table makes a sentence
+    assert len(last["objects"][0]["box"]) == 4
 
 
 def test_objects_are_downloaded(picture_file):
@@ -451,6 +505,7 @@ def test_the_badge_follows_the_loading_and_then_rests():
     may_load.set()
     assert host._finished.wait(10)
     notice, chips, inspector, timer = app.show_model(visit)
+    assert chips["note"] == tasks.BUNDLED_NOTE
     assert notice == words.notice("done", "scripted · 0 K · float32 · cpu") and not timer.active
     assert chips["chips"] and inspector == {"soft_cap": None}
 
@@ -520,6 +575,18 @@ def test_models_come_from_the_command_line_or_the_environment(monkeypatch):
     assert names("--model", "someone/named", "someone/other") == ["someone/named", "someone/other"]
     monkeypatch.setenv("MODEL_ID", "")
     assert app.build_parser().parse_args([]).model == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--model", "~nobody-of-this-name/x"], "no folder and no hub id"), (["--mask-decoder", "none.npz"], "no such")],
+)
+def test_what_can_be_no_model_is_said_at_the_start(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["app.py", *arguments])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit):
+        app.main()
+    assert message in capsys.readouterr().err
 
 
 def test_a_folder_is_shown_by_its_own_name_only(tiny_checkpoint):
@@ -618,9 +685,9 @@ def test_a_client_is_told_what_is_allowed(client, picture_file, change, message)
         )
 
 
-def call_raw(client: Client, inputs: list) -> str:
-    """What the server streams for /generate, asked without a client that would upload files first."""
-    url = client.src.rstrip("/") + "/gradio_api/call/generate"
+def call_raw(client: Client, inputs: list, name: str = "generate") -> str:
+    """What the server streams for an endpoint, asked without a client that would upload files first."""
+    url = client.src.rstrip("/") + f"/gradio_api/call/{name}"
     body = json.dumps({"data": inputs}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as answer:
@@ -636,6 +703,40 @@ def test_the_server_opens_no_file_that_was_not_uploaded(client, path, meta):
     answer = call_raw(client, [{"path": path, **meta}, "a", 2, 0, 0, 1, None, 1, None, None])
     assert "event: error" in answer
     assert '"token_id"' not in answer and Path(path).name not in answer
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        ("generate", [None] * 11),
+        ("generate", [{"x": 1}, *[{"x": 1}] * 10]),
+        ("generate", [None, [1], "2", [], {}, None, True, None, "ids", [1], {}]),
+        ("inspect", [None] * 5),
+        ("inspect", [{"x": 1}, 5, "ids", {}, 7]),
+    ],
+)
+def test_inputs_of_any_shape_are_answered_in_words(client, name, inputs):
+    answer = call_raw(client, inputs, name)
+    (error,) = (line for line in answer.splitlines() if line.startswith("data: {"))
+    assert json.loads(error.removeprefix("data: "))["error"] == "Choose a picture first."
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": [1]}, "prompt must be text"),
+        ({"max_new_tokens": {}}, "max_new_tokens must be a whole number"),
+        ({"max_new_tokens": 1e308}, "more digits than can be read"),
+        ({"forced_ids": {"path": "/etc/passwd"}}, "forced_ids must be a list"),
+        ({"time_limit": "0"}, "time_limit must be a number"),
+        ({"model": {"x": 1}}, "allowed are scripted"),
+        ({"model": "x" * 999}, "allowed are scripted"),
+    ],
+)
+def test_a_wrong_field_is_named(picture_file, change, message):
+    with pytest.raises(gr.Error, match=message) as refused:
+        run_api(ready_host(FakeModel()), picture_file, **change)
+    assert len(str(refused.value)) < 200
 
 
 def test_a_step_is_inspected_over_the_api(client, picture_file, tiny_checkpoint):

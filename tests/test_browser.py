@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_model import FakeModel, fake_inspection
+from fake_model import FakeModel, fake_inspection, fake_picture_shares
 from gradio_client import Client, handle_file
 
 import app
@@ -43,12 +43,13 @@ def model() -> FakeModel:
 def url(model) -> Iterator[str]:
     host = ModelHost("scripted <b>model</b>", lambda progress: model)
     host.start()
-    inspect, app.lens.inspect = app.lens.inspect, fake_inspection
+    looking = (app.lens.inspect, app.lens.picture_shares)
+    app.lens.inspect, app.lens.picture_shares = fake_inspection, fake_picture_shares
     blocks = app.build_app(host)
     app.launch(blocks, prevent_thread_lock=True, quiet=True)
     yield blocks.local_url
     blocks.close()
-    app.lens.inspect = inspect
+    app.lens.inspect, app.lens.picture_shares = looking
 
 
 def open_page(browser, url, width: int = 1280, **settings):
@@ -324,6 +325,13 @@ def test_a_chinese_browser_gets_chinese_and_can_choose(browser, url, locale):
     page = open_page(browser, url, locale=locale)
     assert page.inner_text("#run") == "运行" and page.inner_text("#strip h2") == "回答"
     assert page.evaluate("document.documentElement.lang") == "zh-CN"
+    page.set_input_files("#picture input[type=file]", __file__)  # no picture
+    page.wait_for_selector("#notice .notice.error")
+    assert page.inner_text("#notice").startswith("这个文件不是可以读取的图片：JPEG")
+    page.click("#tab-panel-runs")
+    endless = {"name": "a.json", "mimeType": "", "buffer": b'{"a": Infinity}'}
+    page.set_input_files("input[type=file][accept*=json]", endless)
+    page.wait_for_function("document.querySelector('#notice').textContent.startsWith('服务器的说明（英文）')")
     page.click("#choices [lang=en]")
     assert page.inner_text("#run") == "Run" and page.inner_text("#tab-panel-runs") == "Runs"
     page.reload()

@@ -107,6 +107,18 @@ def test_what_follows_the_token_makes_no_difference():
     assert torch.equal(found.attention, shorter.attention) and found.lens == shorter.lens
 
 
+@pytest.mark.parametrize("case", FAST_CASES)
+def test_one_pass_gives_the_picture_s_part_for_every_token(case):
+    vlm = vlm_of(case)
+    token_ids = sampled(vlm).token_ids
+    shares = lens.picture_shares(vlm, PICTURE, PROMPT, token_ids)
+    each = [lens.inspect(vlm, PICTURE, PROMPT, token_ids, index).picture_share for index in range(LENGTH)]
+    torch.testing.assert_close(shares, torch.stack(each), atol=1e-5, rtol=0)
+    assert torch.equal(lens.picture_shares(vlm, PICTURE, PROMPT, token_ids[:1])[0], each[0])
+    with pytest.raises(ValueError, match="below 0"):
+        lens.picture_shares(vlm, PICTURE, PROMPT, ())
+
+
 # Logit lens -----------------------------------------------------------------------------------------------------
 
 

@@ -6,21 +6,26 @@ import dataclasses
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fake_model import PROCESSOR, FakeModel, fake_inspection, make_candidate, make_step
 from PIL import Image
+from tiny_models import tiny_model, tiny_processor
 
-from paligemma.generation import GenerationResult, NonFiniteLogitsError, Sampling
+from paligemma.generation import GenerationOptions, GenerationResult, NonFiniteLogitsError, Sampling
 from paligemma.masks import MaskDecoder, from_run_lengths
+from paligemma.pipeline import PaliGemma
 from paligemma.view import attention, events, export, objects, tokens, words
 from paligemma.view.examples import example_chips, load_examples
 from paligemma.view.picture import MAX_PIXELS, SHOWN_SIDE, make_picture, open_picture, scene
 from paligemma.view.requests import MAX_PROMPT_CHARACTERS, MAX_SECONDS, read_request, uploaded_path
 from paligemma.view.runs import MAX_RUNS, History, Run, run_tree
-from paligemma.view.tasks import MIX_TASKS, tasks_of, write_prompt
+from paligemma.view.tasks import BUNDLED_NOTE, MIX_TASKS, NOTES, note_on, tasks_of, write_prompt
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -340,7 +345,7 @@ def test_an_inspection_keeps_its_patches_and_layers_in_order():
     assert event["attention"][0][0][5] == 0.5 and sum(event["attention"][0][0]) == 0.5
     assert [row["rank_of_final"] for row in event["lens"]] == [3, 2, 1]
     assert len(attention.look(1, found, 5)["rows"][0]["cells"]) == len(attention.LENS_COLUMNS)
-    assert attention.mean_share(found) == 0.5
+    assert attention.mean_shares(torch.tensor([[[0.1, 0.3]], [[0.5, 0.5]]])) == [0.2, 0.5]
 
 
 # Events of the API
@@ -458,6 +463,20 @@ def test_examples_whose_picture_is_missing_are_an_error_and_none_are_none(tmp_pa
         load_examples(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "source", "note"),
+    [
+        ("paligemma-emoji", "bundled", "emoji"),
+        ("google/paligemma2-3b-pt-224", "hub", "pre-trained"),
+        ("paligemma-3b-pt-448", "folder", "pre-trained"),
+        ("google/paligemma-3b-ft-docvqa-224", "hub", "fine-tuned"),
+    ],
+)
+def test_a_model_that_can_be_asked_less_says_so(name, source, note):
+    assert note in note_on(name, source)
+    assert note_on("google/paligemma2-3b-mix-224", source) == (BUNDLED_NOTE if source == "bundled" else "")
+
+
 # Requests
 
 
@@ -490,11 +509,15 @@ def test_a_request_becomes_the_arguments_of_stream():
         {"forced_ids": "12"},
         {"forced_ids": [1, "2"]},
         {"time_limit": [1]},
+        {"max_new_tokens": 1e308},
+        {"seed": -(10**400)},
+        {"temperature": 10**400},
     ],
 )
-def test_a_wrong_type_is_refused_by_the_name_of_its_field(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+def test_a_wrong_value_is_refused_shortly_by_the_name_of_its_field(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))) as refused:
         read_request("caption en", **{**OPTIONS, **wrong})
+    assert len(str(refused.value)) < 100
 
 
 def test_a_prompt_has_a_longest_length_and_a_request_a_longest_time():
@@ -540,6 +563,39 @@ def test_the_badge_says_that_logits_are_soft_capped():
     assert "soft-capped at ±30" in words.model_line("m", 2_923_335_408, "float32", "cuda:0", 30.0)
 
 
+def library_errors() -> list[str]:
+    """What a visitor may be told by the library, and by the parts of the view that read what was sent."""
+    faults: list[Callable[[], Any]] = [
+        lambda: Sampling(temperature=-1),
+        lambda: Sampling(top_k=-1),
+        lambda: Sampling(top_p=2),
+        lambda: GenerationOptions(max_new_tokens=0),
+        lambda: read_request("x" * 3000, **OPTIONS),
+        lambda: read_request("a", **{**OPTIONS, "top_k": "a"}),
+        lambda: read_request("a", **{**OPTIONS, "top_p": "a"}),
+        lambda: read_request("a", **{**OPTIONS, "seed": 1e300}),
+        lambda: open_picture(Path(__file__)),
+        lambda: open_picture("there is no such file"),
+        lambda: export.read_run(b"{}", 1),
+        lambda: export.read_run(b"{", 1),
+        lambda: PaliGemma(tiny_model(), tiny_processor()).stream(Image.new("RGB", (9, 9)), "a", max_new_tokens=10**6),
+    ]
+    said = [words.explain(RuntimeError()), words.explain(MemoryError())]
+    for fault in faults:
+        with pytest.raises(ValueError) as raised:
+            fault()
+        said.append(words.explain(raised.value))
+    return said
+
+
+def test_errors_of_the_library_fit_a_sentence_that_has_a_translation():
+    """The page does the same in `retell` of page.js."""
+    chinese = json.loads((ASSETS / "words.json").read_text(encoding="utf-8"))["zh"]
+    patterns = [".+?".join(map(re.escape, re.split(r"\{\w+\}", sentence))) for sentence in chinese]
+    for text in library_errors():
+        assert any(re.fullmatch(pattern, text, re.DOTALL) for pattern in patterns), text
+
+
 def spoken_texts() -> set[str]:
     """Every English text that the page says: in the scripts' t("..."), and in Python's notices."""
     scripts = "\n".join(path.read_text(encoding="utf-8") for path in ASSETS.glob("*.js"))
@@ -548,7 +604,7 @@ def spoken_texts() -> set[str]:
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     found |= set(re.findall(r'notice\(\s*"\w+",\s*"([^"]+)"', code))
     found |= set(re.findall(r'(?:label|placeholder_text|info|text)="([^"]+)"', code)) - {"event", "inspection"}
-    found |= {words.NO_MODEL, *words.FINISHED.values()}
+    found |= {words.NO_MODEL, words.RUN_GONE, *words.FINISHED.values(), BUNDLED_NOTE, *NOTES.values()}
     found |= {title for title, _ in (*tokens.CANDIDATE_COLUMNS, *attention.LENS_COLUMNS)}
     return found
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from paligemma.view.tokens import format_share, visible_piece
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paligemma.lens import Inspection, LensRow
 
 LENS_COLUMNS = (
@@ -43,9 +45,9 @@ def look(run: int, inspection: Inspection, index: int) -> dict[str, Any]:
     return {"run": run, **event, "rows": [_lens_row(row) for row in inspection.lens]}
 
 
-def mean_share(inspection: Inspection) -> float:
-    """The share of attention on the picture, averaged over layers and heads."""
-    return float(inspection.picture_share.mean())
+def mean_shares(picture_shares: Tensor) -> list[float]:
+    """`lens.picture_shares`, (tokens, layers, heads), averaged over layers and heads: one share a token."""
+    return _rounded(picture_shares.mean(dim=(1, 2)).tolist())
 
 
 def _lens_fields(row: LensRow) -> dict[str, Any]:

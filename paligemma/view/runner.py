@@ -109,7 +109,9 @@ def _write_answer(
             run.steps = following.steps
             if control.stop_asked or (len(run.steps) == stop_after and step.finish_reason is None):
                 break
-            if len(run.steps) > shown and time.monotonic() - shown_at >= UPDATE_INTERVAL_S:
+            # The last token comes with the update of the end, which follows at once.
+            is_due = step.finish_reason is None and time.monotonic() - shown_at >= UPDATE_INTERVAL_S
+            if is_due and len(run.steps) > shown:
                 shown_at = time.monotonic()
                 found = objects.object_list(run, host.mask_decoder)
                 notice = words.notice("busy", "Token {number}", number=len(run.steps))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,16 @@ _DETECT = Task("detect", "", "detect ", "dog")
 _SEGMENT = Task("segment", "", "segment ", "dog")
 # The bundled model has learned these; the mix checkpoints know them in 34 languages (PaliGemma, arXiv 2407.07726).
 BUNDLED_TASKS = (*_captions(("en", "es", "zh")), _DETECT, _SEGMENT, _ANSWER)
+BUNDLED_NOTE = (
+    "This model knows only pictures of emoji like those in the examples. To a photo it gives an answer too, which "
+    "means nothing."
+)
+# By a mark in the name, as Google names its checkpoints.
+NOTES = {
+    "-pt-": "This checkpoint (pt) is only pre-trained: it answers the prompts of its training, such as these, and free "
+    "questions poorly. A mix checkpoint answers more.",
+    "-ft-": "This checkpoint (ft) is fine-tuned for one task: it answers the prompts of that task only.",
+}
 MIX_TASKS = (*_captions(("en", "es", "fr", "zh")), _ANSWER, _DETECT, _SEGMENT, Task("ocr", "", "ocr"))
 
 
@@ -33,13 +44,22 @@ def tasks_of(source: str | None) -> tuple[Task, ...]:
     return BUNDLED_TASKS if source == "bundled" else MIX_TASKS
 
 
-def task_chips(tasks: Iterable[Task]) -> dict[str, list[dict[str, str]]]:
-    """The value of the chips."""
+def note_on(name: str, source: str | None) -> str:
+    """A sentence on a model that can be asked less than a person may expect; "" for any other.
+
+    `name` as on the hub, `source` as in `PaliGemma.source`.
+    """
+    return BUNDLED_NOTE if source == "bundled" else next((NOTES[mark] for mark in NOTES if mark in name), "")
+
+
+def task_chips(tasks: Iterable[Task], note: str = "") -> dict[str, Any]:
+    """The value of the chips, with the sentence below them."""
     return {
+        "note": note,
         "chips": [
             {"label": task.name, "note": task.language, "hint": f"{task.prefix}{task.example}", "prefix": task.prefix}
             for task in tasks
-        ]
+        ],
     }
 
 

@@ -1,7 +1,8 @@
 """States and errors -> the sentence that the page shows.
 
 A sentence is English with holes in braces; `assets/words.json` has its translation under that same text, and the page
-fills the holes. So this module knows one language, and the page can change its own at any time.
+fills the holes. So this module knows one language, and the page can change its own at any time. What the library says
+comes with its holes filled; the page finds the sentence in `words.json` that it fits, else it stays English.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ NO_MODEL = (
     "for example google/paligemma2-3b-mix-224."
 )
 WRONG_INPUTS = "The server cannot read this request: its inputs are not those that /gradio_api/info lists."
+RUN_GONE = "This run is no longer kept."
 FINISHED = {
     "eos": "The answer is complete",
     "length": "Stopped at the largest number of new tokens",
