@@ -468,8 +468,9 @@ def _picture_field() -> gr.Image:
         label="Picture",
         type="filepath",
         image_mode=None,
+        placeholder="Drop a picture here, paste it, or click",
         sources=["upload", "clipboard", "webcam"],
-        height=300,
+        height=240,
         buttons=["fullscreen"],
         elem_id="picture",
     )
@@ -500,7 +501,8 @@ def _decoding_controls() -> tuple[gr.Slider, gr.Slider, gr.Slider, gr.Slider, gr
         temperature = gr.Slider(0, 2, value=0, step=0.05, label="Temperature", info="0 takes the likeliest token")
         top_k = gr.Slider(0, 100, value=0, step=1, label="Top-k", info="0 keeps all")
         top_p = gr.Slider(0.01, 1, value=1, step=0.01, label="Top-p", info="1 keeps all")
-        seed = gr.Number(value=None, precision=0, minimum=0, label="Seed", info="empty: a fresh one for every run")
+        # Of None, Gradio's script makes 0; an empty text it leaves empty.
+        seed = gr.Number(value="", label="Seed", placeholder="a fresh one for every run")
         top_n = gr.Slider(1, 50, value=10, step=1, label="Candidates shown")
     return max_new_tokens, temperature, top_k, top_p, seed, top_n
 
@@ -648,6 +650,7 @@ def _wire_model_state(app: gr.Blocks, visit: gr.State, parts: Parts) -> None:
 
 def _wire_api(hosts: Hosts, form: Form) -> None:
     """The endpoints hang on components that the page does not show, so that Gradio checks files for them too."""
+    form = form._replace(seed=gr.Number(visible=False, value=None, precision=0, label="empty: a fresh one"))
     generate, inspect = partial(answer_over_api, hosts), partial(inspect_over_api, hosts)
     generate.__name__, inspect.__name__ = "generate", "inspect"  # as MCP tools they are called so
     model = gr.Textbox(visible=False, value=None, label="one of /models; empty: the first one")

@@ -71,7 +71,7 @@ function drawLegend() {
     drawLegend();
     paintChips();
   });
-  const meaning = make("span", "steps", colouring === "image attention" ? t("attention on the picture") : t("tinted where the model was unsure"));
+  const meaning = make("span", "steps", colouring === "image attention" ? t("attention on the picture") : t("where unsure"));
   steps.forEach((step, index) => meaning.append(make("i", `swatch ${tint}${index + 1}`), make("span", "", step)));
   const curves = make("span", "steps");
   curves.append(make("i", "stroke prob"), make("span", "", t("probability")));
@@ -116,13 +116,16 @@ function addTokens(added) {
   }
   part.dataset.text = tokens.map((token) => token.text).join("");
   text.textContent = readable(part.dataset.text);
-  text.scrollTop = text.scrollHeight;
   drawLine();
 }
 
 // Begin again with nothing. A person's choice stays when the same run is sent again.
 function empty(number) {
-  if (number !== run) follows = true;
+  if (number !== run) {
+    follows = true;
+    // On a phone the buttons that begin a run are not where its answer is.
+    part.scrollIntoView({ block: "nearest" });
+  }
   run = number;
   tokens = [];
   shares = [];
@@ -147,12 +150,13 @@ function choose(index, byPerson) {
   const chip = strip.children[index];
   chip.setAttribute("aria-selected", "true");
   chip.tabIndex = 0;
+  drawCursor();
+  publish("token", { run: run, count: tokens.length, token: tokens[index] });
+  // Sizes are asked for when all is written, else the browser works them out for each part anew.
   if (byPerson) chip.focus({ preventScroll: true });
   const bottom = chip.offsetTop + chip.offsetHeight + 4;
   if (bottom > strip.scrollTop + strip.clientHeight) strip.scrollTop = bottom - strip.clientHeight;
   else if (chip.offsetTop < strip.scrollTop) strip.scrollTop = chip.offsetTop - 4;
-  drawCursor();
-  publish("token", { run: run, count: tokens.length, token: tokens[index] });
 }
 
 const keys = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
@@ -205,6 +209,7 @@ function update(value) {
   drawEmpty();
   text.setAttribute("aria-live", value.done ? "polite" : "off");
   if (tokens.length) choose(follows ? tokens.length - 1 : Math.min(chosen ?? 0, tokens.length - 1), false);
+  text.scrollTop = text.scrollHeight;
 }
 
 subscribe("move", (by) => choose((chosen ?? 0) + by, true));

@@ -256,6 +256,17 @@ def test_attention_is_drawn_over_the_right_patch(page):
     page.wait_for_selector("#strip .token.cool2")
 
 
+def test_without_a_seed_every_run_gets_a_fresh_one(page, model):
+    page.click("#decoding button")
+    page.fill("#decoding input[type=number] >> nth=1", "0.7")
+    assert page.get_by_label("Seed").input_value() == ""
+    for seed in ("", "", "7"):
+        page.get_by_label("Seed").fill(seed)
+        run_to_the_end(page)
+    first, second, third = (request["seed"] for request in model.requests[-3:])
+    assert first != second and third == 7 and model.requests[-1]["temperature"] == 0.7
+
+
 def test_stop_ends_the_run_and_keeps_what_was_written(page):
     run(page)
     wait_for_tokens(page, 3)
@@ -325,13 +336,14 @@ def test_a_chinese_browser_gets_chinese_and_can_choose(browser, url, locale):
     page = open_page(browser, url, locale=locale)
     assert page.inner_text("#run") == "运行" and page.inner_text("#strip h2") == "回答"
     assert page.evaluate("document.documentElement.lang") == "zh-CN"
-    page.set_input_files("#picture input[type=file]", __file__)  # no picture
+    text_file = {"name": "a.png", "mimeType": "image/png", "buffer": b"no picture"}
+    page.set_input_files("#picture input[type=file]", text_file)
     page.wait_for_selector("#notice .notice.error")
     assert page.inner_text("#notice").startswith("这个文件不是可以读取的图片：JPEG")
     page.click("#tab-panel-runs")
     endless = {"name": "a.json", "mimeType": "", "buffer": b'{"a": Infinity}'}
     page.set_input_files("input[type=file][accept*=json]", endless)
-    page.wait_for_function("document.querySelector('#notice').textContent.startsWith('服务器的说明（英文）')")
+    page.wait_for_function("document.querySelector('#notice .words').textContent.startsWith('服务器的说明（英文）')")
     page.click("#choices [lang=en]")
     assert page.inner_text("#run") == "Run" and page.inner_text("#tab-panel-runs") == "Runs"
     page.reload()

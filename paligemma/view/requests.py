@@ -37,7 +37,8 @@ def read_request(
 ) -> dict[str, Any]:
     """The keyword arguments of `PaliGemma.stream`, all but the picture.
 
-    `seed`, `forced_ids` and `time_limit` may be None. No request gets more than MAX_SECONDS.
+    `seed`, `forced_ids` and `time_limit` may be None; a `seed` of "" is the page's empty field. No request gets more
+    than MAX_SECONDS.
 
     Raises ValueError, naming the field, for a wrong type or a prompt of more than MAX_PROMPT_CHARACTERS.
     """
@@ -48,7 +49,7 @@ def read_request(
         "temperature": _real("temperature", temperature),
         "top_k": _whole("top_k", top_k),
         "top_p": _real("top_p", top_p),
-        "seed": None if seed is None else _whole("seed", seed),
+        "seed": None if seed in (None, "") else _whole("seed", seed),
         "top_n": _whole("top_n", top_n),
         "forced_ids": read_ids("forced_ids", forced_ids),
         "time_limit": min(seconds, MAX_SECONDS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from paligemma.view.picture import Picture
 
 MAX_RUNS = 20
-TEXT_SHOWN = 80
+TEXT_SHOWN = 200
+_CUT_TOKEN = re.compile(r"<[a-z]*\d*$")
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def _tree_row(run: Run, depth: int, current: Run | None) -> dict[str, Any]:
         "number": run.number,
         "depth": depth,
         "prompt": run.request["prompt"],
-        "text": run.text[:TEXT_SHOWN],
+        "text": _CUT_TOKEN.sub("", run.text[:TEXT_SHOWN]),
         "count": len(run.steps),
         "branched_at": None if at is None else at + 1,
         "piece": piece,
