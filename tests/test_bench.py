@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import paligemma
 from paligemma.kv_cache import KVCache
 from paligemma.scripts import bench, bench_accuracy, bench_costs, bench_curve, process_cost
-from paligemma.scripts.bench_accuracy import count_agreeing, divergence, example_requests, is_close
+from paligemma.scripts.bench_accuracy import CAPTIONS, count_agreeing, divergence, is_close, things
 from paligemma.scripts.bench_contenders import Times, faster
 from paligemma.scripts.bench_costs import Limits, Spread, Work, higher, ratios
 from paligemma.scripts.bench_speed import (
@@ -29,6 +29,7 @@ from paligemma.scripts.bench_speed import (
     second_prompt_of,
     speed_of,
 )
+from paligemma.scripts.compare import Request
 from paligemma.scripts.full_size import SIZES, write_checkpoint
 from paligemma.scripts.process_cost import Cost
 from paligemma.scripts.random_checkpoints import GEMMA1, VISION, Case, make_config, save_layout
@@ -199,13 +200,19 @@ def test_agreement_is_counted_by_position():
     assert count_agreeing(rows, other, vlm) == 2
 
 
-def test_the_accuracy_of_a_type_is_measured_on_both_kinds_of_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_accuracy, "SEEDS", 1)
+def test_a_caption_s_things_are_asked_for():
+    assert things("a cat, two dogs and an owl") == ["cat", "owl"]
+    assert things("a teddy bear") == ["teddy bear"]
+    assert things("three cats") == []
+
+
+def test_what_float32_answers_is_forced_upon_a_lower_type():
     exact = paligemma.load(device="cpu", dtype="float32")
-    same = bench_accuracy.forced(exact, exact, example_requests()[:1])
-    assert (same.agreement, same.divergence) == (1.0, 0.0) and same.positions > 1
-    lower = bench_accuracy.forced(exact, paligemma.load(device="cpu", dtype="bfloat16"), example_requests()[:2])
-    assert lower.agreement > 0.9 and 0 < lower.divergence < 0.1
+    requests = [Request(Image.open(bench_accuracy.EXAMPLES / "garden.png"), prompt) for prompt in CAPTIONS]
+    same = bench_accuracy.forced(exact, exact, requests)
+    assert (same.answers, same.agreement, same.divergence) == (3, 1.0, 0.0) and same.positions > 3
+    lower = bench_accuracy.forced(exact, paligemma.load(device="cpu", dtype="bfloat16"), requests)
+    assert lower.positions == same.positions and lower.agreement > 0.9 and 0 < lower.divergence < 0.1
 
 
 # From end to end --------------------------------------------------------------------------------------------------
