@@ -227,8 +227,12 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Cost:
         if folder is None:
             return Cost(0.0, 0.0, 0, 0)
-        load = process_cost.load_ours if side == "ours" else process_cost.load_transformers
-        return process_cost.load_and_answer(lambda: load(folder, dtype, *([quantize] if side == "ours" else [])))
+        loaders = {
+            "ours": lambda: process_cost.load_ours(folder, dtype, quantize),
+            "unprepared": lambda: process_cost.load_unprepared(folder, dtype),
+            "reference": lambda: process_cost.load_transformers(folder, dtype),
+        }
+        return process_cost.load_and_answer(loaders[side])
 
     monkeypatch.setattr(process_cost, "measure", measure)
 
@@ -236,6 +240,16 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def last_line(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict]:
     text = capsys.readouterr().out
     return text, json.loads(text.splitlines()[-1])
+
+
+@pytest.mark.parametrize("side", ["ours", "unprepared"])
+def test_a_process_tells_what_it_cost(side, tiny_checkpoint, capsys):
+    process_cost.main([side])
+    imports = Cost(**json.loads(capsys.readouterr().out))
+    process_cost.main([side, "--folder", str(tiny_checkpoint), "--dtype", "bfloat16"])
+    cost = Cost(**json.loads(capsys.readouterr().out))
+    assert imports.load_s == imports.answer_s == 0 < cost.answer_s
+    assert (cost.peak_bytes is None) == (not process_cost.STATUS.exists())
 
 
 def test_the_bundled_model_beside_the_limits(small_limits, in_this_process, capsys):
@@ -266,7 +280,7 @@ def test_in_turns_with_transformers(tmp_path, small_limits, in_this_process, cap
     assert ours == "ours" and set(opponents) <= {"transformers eager", "transformers sdpa"} and opponents
     assert set(speed["ratios"]["ours"]) == {"first_token", "token"}
     assert speed["ratios"]["ours"]["token"]["count"] == 5
-    assert set(speed["loading"]) == {"ours", "transformers"}
+    assert set(speed["loading"]) == {"ours", "ours, nothing prepared", "transformers"}
     assert "x as fast as transformers" in text
 
 

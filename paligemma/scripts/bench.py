@@ -105,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=SIZES, help="random weights of this size instead (3b: 6 GB on disk)")
     parser.add_argument("--quantize", choices=QUANTIZED, help="measure it as well; with --curve, instead")
     parser.add_argument("--against", choices=("transformers",), help="let it take turns with the model")
-    parser.add_argument("--accuracy", action="store_true", help="measure what int8 costs in accuracy")
+    parser.add_argument("--accuracy", action="store_true", help="measure what int8 costs in accuracy, on the CPU")
     parser.add_argument(
         "--curve", type=Path, metavar="FILE", help=f"draw the curves of --size (by default {CURVE_SIZE})"
     )
@@ -126,7 +126,7 @@ def run(chosen: argparse.Namespace, work_dir: Path) -> dict[str, Any]:
         report["accuracy"] = {**asdict(accuracy), "passed": accuracy.passed}
     if chosen.curve:
         size = chosen.size or CURVE_SIZE
-        curve = measure_curve(CURVE_NAMES.get(size, size), SIZES[size], work_dir, chosen.quantize)
+        curve = measure_curve(CURVE_NAMES.get(size, size), SIZES[size], work_dir, chosen.quantize, chosen.device)
         draw(curve).savefig(chosen.curve, dpi=100)
         print("\n".join([*curve_lines(curve), f"wrote {chosen.curve}"]))
         report["curve"] = asdict(curve)

@@ -48,13 +48,13 @@ class Curve:
     first_tokens: tuple[Point, ...]
 
 
-def measure_curve(name: str, case: Case, work_dir: Path, quantize: str | None = None) -> Curve:
+def measure_curve(name: str, case: Case, work_dir: Path, quantize: str | None = None, device: str = "auto") -> Curve:
     """Write a checkpoint a resolution and measure; on two cores and a ninth of PaliGemma 3B about two minutes."""
     models = []
     for resolution in RESOLUTIONS:
         folder = work_dir / f"{resolution}-pixels"
         write_checkpoint(folder, replace(case, image_size=resolution))
-        models.append(paligemma.load(folder, quantize=quantize))
+        models.append(paligemma.load(folder, device=device, quantize=quantize))
     work = Work.of(models[0].config, models[0].dtype, quantize)
     token_spreads = [_token_seconds(models[0], context) for context in CONTEXTS]
     first_spreads = _first_token_seconds(models)

@@ -283,7 +283,7 @@ def _warm_up(
 
 
 def _measure_loading(folder: Path, options: SpeedOptions, report: SpeedReport) -> dict[str, Loading]:
-    """Both sides, each in a fresh process; quantised weights twice, since the first time keeps them for the next."""
+    """Each in a fresh process; quantised weights twice, since the first time keeps them for the next."""
     config, dtype = checkpoint.read_config(folder), getattr(torch, report.dtype)
     imports = process_cost.measure("ours")
     cache = process_cost.cache_bytes(config, dtype)
@@ -296,6 +296,7 @@ def _measure_loading(folder: Path, options: SpeedOptions, report: SpeedReport) -
         return loading_of(imports, cost, again, Work.of(config, dtype, quantize).weight_bytes + cache)
 
     found = {_contender_name(quantize): loading("ours", quantize) for quantize in _choices(options)}
+    found["ours, nothing prepared"] = loading("unprepared")
     return found | ({"transformers": loading("reference")} if options.against_transformers else {})
 
 

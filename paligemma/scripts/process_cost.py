@@ -4,7 +4,9 @@ Memory is VmHWM of /proc/self/status (Linux only), to be read less that of a pro
 packages. Pages of a file that is mapped into memory count as resident once they are read, so that a mapped checkpoint
 is not counted as free.
 
-    python -m paligemma.scripts.process_cost SIDE [--folder FOLDER]     SIDE: ours or reference
+    python -m paligemma.scripts.process_cost SIDE [--folder FOLDER]
+
+SIDE: `ours`; `unprepared`, which is ours with the weights as they lie in the file; `reference`, which is transformers.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import transformers
 from torch import Tensor
 
 import paligemma
+from paligemma import checkpoint
 from paligemma.kv_cache import KVCache
 from paligemma.scripts.compare import (
     Request,
@@ -34,7 +37,7 @@ from paligemma.scripts.compare import (
     reference_inputs,
 )
 
-SIDES = ("ours", "reference")
+SIDES = ("ours", "unprepared", "reference")
 CACHE_VARIABLE = "XDG_CACHE_HOME"
 NUM_TOKENS = 4
 REQUEST = Request(random_picture(0), "caption en")
@@ -120,6 +123,13 @@ def load_ours(folder: Path, dtype: str, quantize: str | None) -> Callable[[Reque
     return lambda request: vlm.generate(request.image, request.prompt, max_new_tokens=NUM_TOKENS)
 
 
+def load_unprepared(folder: Path, dtype: str) -> Callable[[Request], object]:
+    """This package's side without anything prepared for the machine."""
+    model = checkpoint.load_model(folder, "cpu", dtype)
+    vlm = paligemma.PaliGemma(model, paligemma.PaliGemmaProcessor.from_folder(folder, model.config))
+    return lambda request: vlm.generate(request.image, request.prompt, max_new_tokens=NUM_TOKENS)
+
+
 def load_transformers(folder: Path, dtype: str) -> Callable[[Request], object]:
     """transformers' side: what answers a request."""
     model = load_reference(folder, dtype)
@@ -160,13 +170,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     transformers.utils.logging.disable_progress_bar()
     transformers.PaliGemmaForConditionalGeneration, transformers.AutoProcessor  # noqa: B018
-    if options.folder is None:
-        cost = Cost(0.0, 0.0, _peak_bytes(), _peak_bytes())
-    elif options.side == "ours":
-        cost = load_and_answer(lambda: load_ours(options.folder, options.dtype, options.quantize))
-    else:
-        cost = load_and_answer(lambda: load_transformers(options.folder, options.dtype))
-    print(json.dumps(asdict(cost)))
+    loaders = {
+        "ours": lambda: load_ours(options.folder, options.dtype, options.quantize),
+        "unprepared": lambda: load_unprepared(options.folder, options.dtype),
+        "reference": lambda: load_transformers(options.folder, options.dtype),
+    }
+    imports = Cost(0.0, 0.0, _peak_bytes(), _peak_bytes())
+    print(json.dumps(asdict(load_and_answer(loaders[options.side]) if options.folder else imports)))
 
 
 if __name__ == "__main__":
