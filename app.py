@@ -237,7 +237,7 @@ def picture_shares(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any
             raise ValueError(words.RUN_GONE)
         require_same_model(host, run)
         shares = lens.picture_shares(host.model, run.picture.seen, run.request["prompt"], run.token_ids)
-        yield words.run_shown(run), {"run": run.number, "shares": attention.mean_shares(shares)}
+        yield words.summary(run), {"run": run.number, "shares": attention.mean_shares(shares)}
     except Exception as error:
         yield _failure(error), gr.skip()
 
@@ -654,7 +654,7 @@ def _wire_api(hosts: Hosts, form: Form) -> None:
     generate, inspect = partial(answer_over_api, hosts), partial(inspect_over_api, hosts)
     generate.__name__, inspect.__name__ = "generate", "inspect"  # as MCP tools they are called so
     model = gr.Textbox(visible=False, value=None, label="one of /models; empty: the first one")
-    forced_ids = gr.JSON(visible=False, label="token ids to begin the answer with")
+    forced_ids = _token_ids("token ids to begin the answer with")
     time_limit = gr.Number(visible=False, label="seconds")
     gr.Button(visible=False).click(
         generate,
@@ -665,7 +665,7 @@ def _wire_api(hosts: Hosts, form: Form) -> None:
         preprocess=False,
         **MODEL_QUEUE,
     )
-    token_ids = gr.JSON(visible=False, label="the ids of an answer")
+    token_ids = _token_ids("the ids of an answer")
     index = gr.Number(visible=False, label="which of them, from 0")
     gr.Button(visible=False).click(
         inspect,
@@ -681,6 +681,13 @@ def _wire_api(hosts: Hosts, form: Form) -> None:
         return [host.describe() for host in hosts]
 
     gr.api(models, api_name="models", api_description="The models of this server.", queue=False)
+
+
+def _token_ids(label: str) -> gr.JSON:
+    """A field of token ids that says so: of "any JSON", which Gradio would say, MCP clients can call no tool."""
+    field = gr.JSON(visible=False, label=label)
+    field.api_info = lambda: {"type": "array", "items": {"type": "integer"}}
+    return field
 
 
 # The process

@@ -66,4 +66,7 @@ function show(tree) {
 }
 subscribe("language", draw);
 watch("value", () => show(read(props.value)));
-subscribe("new runs", show);
+subscribe("new runs", (tree) => {
+  show(tree);
+  if (ticked.length === 2) trigger("compare", { runs: ticked }); // they stay side by side
+});

@@ -35,7 +35,8 @@ const strip = make("div", "strip");
 const line = svg("svg", { viewBox: "0 0 600 50", preserveAspectRatio: "none", class: "line" });
 const legend = make("div", "legend");
 const head = make("div", "head");
-head.append(title, copy);
+const select = make("select");
+head.append(title, select, copy);
 part.append(head, text, strip, line, legend);
 strip.setAttribute("role", "listbox");
 
@@ -46,6 +47,7 @@ function drawWords() {
   line.setAttribute("role", "img");
   line.setAttribute("aria-label", t("Probability and entropy over all tokens"));
   drawEmpty();
+  drawSelect();
   drawLegend();
 }
 
@@ -55,28 +57,37 @@ function drawEmpty() {
   text.dataset.empty = hasEnded ? t("The model ended its answer without a word.") : t("The answer appears here, token by token.");
 }
 
+function drawSelect() {
+  select.setAttribute("aria-label", t("Colour by"));
+  select.replaceChildren(
+    ...Object.keys(COLOURINGS).map((name) => {
+      const option = make("option", "", t("colour by " + name));
+      option.value = name;
+      option.selected = name === colouring;
+      return option;
+    }),
+  );
+}
+select.addEventListener("change", () => {
+  colouring = select.value;
+  askForShares();
+  drawLegend();
+  paintChips();
+});
+
+// How much of its attention a token gave to the picture is worked out when it is wanted.
+function askForShares() {
+  if (colouring === "image attention" && shares.length < tokens.length) trigger("shares", { run: run });
+}
+
 function drawLegend() {
   const { tint, steps } = COLOURINGS[colouring];
-  const select = make("select");
-  select.setAttribute("aria-label", t("Colour by"));
-  for (const name of Object.keys(COLOURINGS)) {
-    const option = make("option", "", t("colour by " + name));
-    option.value = name;
-    option.selected = name === colouring;
-    select.append(option);
-  }
-  select.addEventListener("change", () => {
-    colouring = select.value;
-    if (colouring === "image attention" && tokens.length) trigger("shares", { run: run });
-    drawLegend();
-    paintChips();
-  });
   const meaning = make("span", "steps", colouring === "image attention" ? t("attention on the picture") : t("where unsure"));
   steps.forEach((step, index) => meaning.append(make("i", `swatch ${tint}${index + 1}`), make("span", "", step)));
   const curves = make("span", "steps");
   curves.append(make("i", "stroke prob"), make("span", "", t("probability")));
   curves.append(make("i", "stroke entropy"), make("span", "", t("entropy")));
-  legend.replaceChildren(meaning, curves, select);
+  legend.replaceChildren(meaning, curves);
 }
 
 // Chips
@@ -210,6 +221,7 @@ function update(value) {
   text.setAttribute("aria-live", value.done ? "polite" : "off");
   if (tokens.length) choose(follows ? tokens.length - 1 : Math.min(chosen ?? 0, tokens.length - 1), false);
   text.scrollTop = text.scrollHeight;
+  if (value.done) askForShares();
 }
 
 subscribe("move", (by) => choose((chosen ?? 0) + by, true));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import os
@@ -714,6 +715,41 @@ def test_a_step_is_inspected_over_the_api(client, picture_file, tiny_checkpoint)
     assert seen["grid"] == list(found.grid)
     assert seen["attention"][1][0] == pytest.approx(found.attention[1, 0].tolist(), abs=1e-5)
     assert seen["lens"][-1]["token_id"] == found.lens[-1].token_id
+
+
+def test_every_input_of_the_api_says_its_type(client):
+    """MCP clients refuse a tool, all of it, for one input without."""
+    endpoints = client.view_api(return_format="dict", print_info=False)["named_endpoints"]
+    assert set(endpoints) == {"/generate", "/inspect", "/models"}
+    types = {
+        field["parameter_name"]: field["type"].get("type") for one in endpoints.values() for field in one["parameters"]
+    }
+    assert types["forced_ids"] == types["token_ids"] == "array" and types["seed"] == "integer"
+    assert all(types[name] for name in types if name != "image")  # that is a file's schema
+
+
+def test_as_mcp_tools_the_api_answers_and_takes_no_path_of_the_server():
+    pytest.importorskip("mcp", reason="needs gradio[mcp]")
+    blocks = app.build_app(ready_host(FakeModel()))
+    app.launch(blocks, prevent_thread_lock=True, quiet=True, mcp_server=True)
+    try:
+        names, listed, refused = asyncio.run(talk_to_tools(blocks.local_url + "gradio_api/mcp/"))
+    finally:
+        blocks.close()
+    assert set(names) == {"generate", "inspect", "models"}
+    assert "scripted" in str(listed.content) and refused.isError
+
+
+async def talk_to_tools(url: str) -> tuple:
+    from mcp import ClientSession
+    from mcp.client.streamable_http import streamablehttp_client
+
+    async with streamablehttp_client(url) as (read, write, _), ClientSession(read, write) as session:
+        await session.initialize()
+        tools = (await session.list_tools()).tools
+        listed = await session.call_tool("models", {})
+        refused = await session.call_tool("generate", {"image": str(app.ASSETS / "examples" / "cats.png")})
+        return [tool.name for tool in tools], listed, refused
 
 
 def test_the_models_are_listed(client):

@@ -160,8 +160,8 @@ def test_tokens_are_chosen_with_the_keyboard_and_on_the_line(page):
     line.click(position={"x": line.bounding_box()["width"] - 12, "y": 20})
     assert chosen(page).startswith(f"Token {last} ")
     for way in ("entropy", "rank", "probability"):
-        page.select_option("#strip .legend select", way)
-        assert page.input_value("#strip .legend select") == way
+        page.select_option("#strip .head select", way)
+        assert page.input_value("#strip .head select") == way
 
 
 def test_the_chosen_row_and_its_numbers_are_the_step_s(page, url):
@@ -194,6 +194,7 @@ def test_a_branch_is_answered_anew_and_both_runs_stay(page, model):
     assert page.locator("#runs .differs").all_text_contents() == ["␣cat", "␣else"]
     page.click("#runs .tree li:first-child .run")
     page.wait_for_function("document.querySelectorAll('#strip .token')[1].textContent === '␣cat'")
+    page.wait_for_selector("#runs .compared")  # side by side they stay
 
 
 def test_one_step_at_a_time(page):
@@ -252,8 +253,11 @@ def test_attention_is_drawn_over_the_right_patch(page):
     assert picture["width"] / picture["height"] == pytest.approx(64 / 48, rel=0.02)
     assert "50.0 %" in page.inner_text("#look") and "not an explanation" in page.inner_text("#look")
     assert page.locator("#look tbody tr").count() == 3
-    page.select_option("#strip .legend select", "image attention")
+    page.select_option("#strip .head select", "image attention")
     page.wait_for_selector("#strip .token.cool2")
+    run(page, "detect dog")  # the next answer is coloured so too
+    wait_for_tokens(page, len(SHOWN))
+    page.wait_for_function(f"document.querySelectorAll('#strip .token.cool2').length === {len(SHOWN)}")
 
 
 def test_without_a_seed_every_run_gets_a_fresh_one(page, model):
@@ -358,7 +362,9 @@ def test_the_page_fits_a_phone_and_follows_the_scheme(browser, url, picture_file
     page.set_input_files("#picture input[type=file]", str(picture_file))
     page.wait_for_selector("#scene .picture img")
     run_to_the_end(page)
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    for panel in ("objects", "look", "runs", "candidates"):
+        page.click(f"#tab-panel-{panel}")
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert is_dark(page) == (scheme == "dark")
     page.click("#choices .theme")
     assert is_dark(page) == (scheme == "light")

@@ -562,8 +562,13 @@ def test_errors_of_the_library_are_shown_and_others_are_not():
 
 
 def test_the_summary_names_the_seed_only_where_chance_had_a_part():
-    assert "seed" not in words.spoken(words.summary(answer("▁a"), with_seed=False))
-    assert "seed 7" in words.spoken(words.summary(answer("▁a"), with_seed=True))
+    run = make_run(1, "▁a")
+    assert words.spoken(words.summary(run)).startswith("The answer is complete · 2 tokens · picture 0.01 s")
+    assert "seed" not in words.spoken(words.summary(run))
+    run.request["temperature"] = 0.5
+    assert "seed 7" in words.spoken(words.summary(run))
+    run.finish(None)
+    assert words.spoken(words.summary(run)) == "Stopped · 2 tokens"
 
 
 def test_the_badge_says_that_logits_are_soft_capped():

@@ -121,16 +121,17 @@ def _write_answer(
         run.steps = earlier.steps
     run.finish(following.result)
     control.finished = True  # before the page hears of it: what is pressed next must find it so
-    yield _last_update(host, visit, run, following.result, shown)
+    yield _last_update(host, visit, run, shown)
 
 
-def _last_update(host: ModelHost, visit: Visit, run: Run, result: GenerationResult | None, shown: int) -> Update:
+def _last_update(host: ModelHost, visit: Visit, run: Run, shown: int) -> Update:
     """The page as a run ends; only the tree, where another run was put on the page meanwhile."""
     tree = run_tree(visit.history)
     if visit.history.current is not run:
         return Update(runs=tree)
-    notice = words.summary(result, run.request["temperature"] > 0) if result else words.stopped(run.steps)
-    return Update(notice, strip_of(run, shown, done=True), objects.object_list(run, host.mask_decoder), tree)
+    return Update(
+        words.summary(run), strip_of(run, shown, done=True), objects.object_list(run, host.mask_decoder), tree
+    )
 
 
 def _first_update(host: ModelHost, visit: Visit, run: Run, is_new: bool) -> Update:

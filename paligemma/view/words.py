@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paligemma.generation import NonFiniteLogitsError
 
 if TYPE_CHECKING:
-    from paligemma.generation import GenerationResult, Step
+    from paligemma.generation import Step
     from paligemma.view.runs import Run
 
 Notice = dict[str, Any]
@@ -42,25 +42,22 @@ def spoken(line: Notice) -> str:
     return " · ".join(text.format(**values) if values else text for text, values in sentences)
 
 
-def summary(result: GenerationResult, with_seed: bool) -> Notice:
-    """How an answer ended, how long it took, and the seed when chance had a part in it."""
-    timing = result.timing
+def summary(run: Run) -> Notice:
+    """How a run ended, how long it took, and the seed when chance had a part in it."""
+    timing = run.timing
+    if timing is None or run.finish_reason not in FINISHED:
+        return {"kind": "idle", "joined": [("Stopped", {}), count_tokens(run.steps)]}
     parts: list[tuple[str, dict[str, Any]]] = [
-        (FINISHED[result.finish_reason], {}),
-        count_tokens(result.steps),
+        (FINISHED[run.finish_reason], {}),
+        count_tokens(run.steps),
         ("picture {seconds} s", {"seconds": f"{timing.image_s:.2f}"}),
         ("first token {seconds} s", {"seconds": f"{timing.first_token_s:.2f}"}),
     ]
     if timing.tokens_per_s is not None:
         parts.append(("{rate} tokens a second", {"rate": f"{timing.tokens_per_s:.1f}"}))
-    if with_seed:
-        parts.append(("seed {seed}", {"seed": result.seed}))
+    if run.request["temperature"] > 0:
+        parts.append(("seed {seed}", {"seed": run.request["seed"]}))
     return {"kind": "done", "joined": parts}
-
-
-def stopped(steps: Sequence[Step]) -> Notice:
-    """A run that was ended before its answer was complete."""
-    return {"kind": "idle", "joined": [("Stopped", {}), count_tokens(steps)]}
 
 
 def run_shown(run: Run) -> Notice:
