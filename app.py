@@ -722,24 +722,41 @@ def build_parser() -> argparse.ArgumentParser:
 def make_hosts(arguments: argparse.Namespace) -> list[ModelHost]:
     """A host for each model that the command line names; nothing is loaded yet.
 
-    Raises ValueError for a model or a mask decoder that can be none.
+    The bundled model answers where one of them cannot be loaded. Raises ValueError for a model or a mask decoder that
+    can be none.
     """
     if arguments.mask_decoder and not arguments.mask_decoder.is_file():
         raise ValueError(f"--mask-decoder is {str(arguments.mask_decoder)!r}, and there is no such file")
-    return [_make_host(name, arguments) for name in arguments.model or [None]]
+    bundled = _bundled_host(arguments)
+    return [_make_host(name, arguments, bundled) for name in arguments.model] or [bundled]
 
 
-def _make_host(source: str | None, arguments: argparse.Namespace) -> ModelHost:
-    folder = checkpoint.local_path(source or ASSETS / "demo")
-    if source is None and not (folder / "config.json").is_file():
+def _bundled_host(arguments: argparse.Namespace) -> ModelHost:
+    folder = ASSETS / "demo"
+    if not (folder / "config.json").is_file():
         return ModelHost("no model", None)
-    name = folder.resolve().name if source and folder.is_dir() else source or BUNDLED_NAME
-    load = partial(paligemma.load, source, arguments.revision, arguments.device, arguments.dtype)
-    mask_decoders = (
-        [arguments.mask_decoder] if arguments.mask_decoder else [folder / file for file in MASK_DECODER_FILES]
+    # Named models may ask for a device or a type that is not to be had; as their stand-in this one asks for neither.
+    wanted = {} if arguments.model else {"device": arguments.device, "dtype": arguments.dtype}
+    revision = None if arguments.model else arguments.revision
+    load = partial(paligemma.load, None, revision, **wanted)
+    return ModelHost(BUNDLED_NAME, load, _mask_decoders(folder, None if arguments.model else arguments.mask_decoder))
+
+
+def _make_host(source: str, arguments: argparse.Namespace, bundled: ModelHost) -> ModelHost:
+    folder = checkpoint.local_path(source)
+    is_folder = folder.is_dir()
+    return ModelHost(
+        folder.resolve().name if is_folder else source,
+        partial(paligemma.load, source, arguments.revision, arguments.device, arguments.dtype),
+        _mask_decoders(folder, arguments.mask_decoder),
+        None if is_folder else fetch_vae_oid,
+        fallback=bundled,
     )
-    is_on_hub = bool(source) and not folder.is_dir()
-    return ModelHost(name, load, mask_decoders, fetch_vae_oid if is_on_hub else None)
+
+
+def _mask_decoders(folder: Path, named: Path | None) -> list[Path]:
+    """Where a model's mask decoder may lie."""
+    return [named] if named else [folder / file for file in MASK_DECODER_FILES]
 
 
 def launch(app: gr.Blocks, **settings: Any) -> None:

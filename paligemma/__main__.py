@@ -116,9 +116,9 @@ def report_progress(is_terminal: bool) -> Progress | None:
     if not is_terminal:
         return None
 
-    def report(done: int, total: int) -> None:
+    def report(stage: str, done: int, total: int) -> None:
         end = "\r" if done < total else "\n"
-        print(f"loading weights: {done / total:4.0%}", end=end, file=sys.stderr, flush=True)
+        print(f"{stage} weights: {done / total:4.0%}", end=end, file=sys.stderr, flush=True)
 
     return report
 

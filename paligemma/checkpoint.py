@@ -9,36 +9,40 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
-from huggingface_hub import errors as hub_errors
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from paligemma import hub, memory
 from paligemma.config import PaliGemmaConfig
+from paligemma.hub import CONFIG_FILE, CheckpointError, Progress, gigabytes
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 
 BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "assets" / "demo"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILE = "tokenizer.json"
 DOWNLOADED_FILES = (
-    "config.json",
+    CONFIG_FILE,
     "generation_config.json",
     "preprocessor_config.json",
     "processor_config.json",
-    "tokenizer.json",
+    TOKENIZER_FILE,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -68,16 +72,30 @@ RENAMES = (
 # Constants that old versions stored among the weights; the model computes them.
 LEGACY_BUFFERS = (".embeddings.position_ids", ".rotary_emb.inv_freq")
 
+# Weights that are not read here, by a file that gives them away, and where to get others. The first that fits counts.
+FOREIGN_WEIGHTS = {
+    "adapter_config.json": "holds only a PEFT adapter, a change to another model; merge it into that one with peft "
+    "(merge_and_unload, then save_pretrained), and give the merged folder",
+    "*.gguf": "has its weights as GGUF, which is llama.cpp's; take the checkpoint that they were made from, such as "
+    "google/paligemma2-3b-mix-224",
+    "*.npz": "has its weights as .npz, which is big_vision's; take the repository of the same name without -jax",
+    **dict.fromkeys(
+        ("*.bin", "*.pt", "*.pth", "*.ckpt"),
+        "has weights only as {file}, a pickle, which could run any code and is never opened; save the model again with "
+        "transformers (save_pretrained writes safetensors), or take another revision",
+    ),
+}
+
 NOT_BUNDLED = "no model is bundled in {folder} yet; name a folder, or a hub id such as google/paligemma2-3b-mix-224"
+PARTS = (
+    f"a checkpoint holds {CONFIG_FILE}, {SINGLE_FILE} (or shards with {INDEX_FILE}) and {TOKENIZER_FILE}, so copy or "
+    "download it again"
+)
 NOT_A_FOLDER = "{folder} is not a folder; give the folder that holds config.json"
 LISTED_NAMES = 8  # tensors named in a message; the rest is counted
 COMPARED_ROWS = 8192  # rows of head and embedding held at once while they are compared
 
-Progress = Callable[[int, int], None]
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be had or used. The message says why and what to do; it never holds a token."""
+log = logging.getLogger("paligemma.checkpoint")
 
 
 # Devices and types ------------------------------------------------------------------------------------------------
@@ -150,6 +168,7 @@ def find(
     token: str | None = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    progress: Progress | None = None,
 ) -> Found:
     """Find a checkpoint, downloading it where `source` is a hub id; what is in the hub's cache is used again.
 
@@ -160,6 +179,7 @@ def find(
         token: of the hub; None: the one that `hf auth login` stored, or HF_TOKEN.
         device, dtype: what the model will be loaded with. "auto" for a hub id: bfloat16 where the device is fast in
             it, else float32; otherwise the stored type.
+        progress: called with ("downloading", bytes done, bytes in all).
 
     Raises:
         CheckpointError: says what to do. ValueError: for a device or type that is not there.
@@ -180,7 +200,13 @@ def find(
         )
     if wanted is None:
         wanted = torch.bfloat16 if is_fast_in_bfloat16(resolve_device(device)) else torch.float32
-    folder, revision = _download(str(source), revision, token, wanted)
+    # Most repositories have main only.
+    branches = [REVISION_OF_DTYPE[wanted]] if revision is None and wanted in REVISION_OF_DTYPE else []
+    revisions = [*branches, revision or "main"]
+    checks = hub.Checks(
+        names=lambda names: require_files(names, str(source)), config=lambda folder: read_config(folder, str(source))
+    )
+    folder, revision = hub.download(str(source), revisions, token, DOWNLOADED_FILES, checks, progress)
     return Found(_checked(folder), "hub", str(source), revision, wanted)
 
 
@@ -197,117 +223,46 @@ def local_path(source: str | Path) -> Path:
 
 def _checked(folder: Path, if_absent: str = NOT_A_FOLDER) -> Path:
     """The folder, where it holds the files that a checkpoint needs."""
-    if not folder.is_dir():
-        raise CheckpointError(if_absent.format(folder=folder))
-    _require_config(folder)
-    for file in weight_files(folder):
-        _require_shard(file)
-    if not (folder / "tokenizer.json").exists():
-        has_old = (folder / "tokenizer.model").exists()
-        reason = "only tokenizer.model, which is not read here" if has_old else "no tokenizer at all"
-        raise CheckpointError(
-            f"{folder} has no tokenizer.json ({reason}); take that file from the same model on the hub, or write it "
-            "with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-        )
+    with _disk_errors_in_words(folder):
+        if not folder.is_dir():
+            raise CheckpointError(if_absent.format(folder=folder))
+        require_files([path.name for path in folder.iterdir() if path.is_file()], str(folder))
+        for file in weight_files(folder):
+            _require_shard(file)
     return folder
 
 
-def _require_config(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{folder} has no config.json; a checkpoint folder holds config.json, {SINGLE_FILE} (or shards with "
-            f"{INDEX_FILE}) and tokenizer.json"
-        )
-
-
-# The hub ----------------------------------------------------------------------------------------------------------
-
-
-def _download(repo: str, revision: str | None, token: str | None, wanted: torch.dtype) -> tuple[Path, str]:
-    """The snapshot's folder and the revision that was taken."""
-    token = (token or "").strip() or None
-    branch = REVISION_OF_DTYPE.get(wanted) if revision is None else None
-    revision = revision or "main"
+@contextmanager
+def _disk_errors_in_words(folder: Path) -> Iterator[None]:
     try:
-        if branch is not None:
-            try:
-                return _snapshot(repo, branch, token), branch
-            except (hub_errors.RevisionNotFoundError, hub_errors.LocalEntryNotFoundError):
-                pass  # most repositories have main only, and offline main may be what the cache has
-        return _snapshot(repo, revision, token), revision
-    except CheckpointError:
-        raise
-    # The hub library raises many kinds, among them its HTTP client's own, which share no base but Exception.
-    except Exception as error:
-        raise CheckpointError(_redacted(_hub_message(error, repo, revision), token)) from None
-
-
-def _snapshot(repo: str, revision: str, token: str | None) -> Path:
-    options: dict[str, Any] = {"revision": revision, "token": token, "allow_patterns": list(DOWNLOADED_FILES)}
-    try:
-        files = huggingface_hub.snapshot_download(repo, dry_run=True, **options)
-    except hub_errors.DryRunError:  # the hub is out of reach; the next call finds the cached files or says why not
-        files = []
-    _require_space(repo, sum(file.file_size or 0 for file in files if file.will_download))
-    return Path(huggingface_hub.snapshot_download(repo, **options))
-
-
-def _require_space(repo: str, needed: int) -> None:
-    """The hub library only warns of a disk that is too small, and then fills it."""
-    cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
-    existing = next(path for path in (cache, *cache.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
+        yield
+    except OSError as error:
         raise CheckpointError(
-            f"{repo} needs {_gigabytes(needed)} more on the disk of {cache}, which has {_gigabytes(free)} free; make "
-            "room, or set HF_HOME to a folder on a larger disk"
+            f"{folder} cannot be read ({error}); let this user read it, or copy it to another disk"
+        ) from None
+
+
+def require_files(names: Collection[str], place: str) -> None:
+    """Raise CheckpointError, with what to do, unless a place with files of these names may hold a checkpoint."""
+    if not {SINGLE_FILE, INDEX_FILE} & set(names):
+        raise _without_weights(names, place)
+    if CONFIG_FILE not in names:
+        raise CheckpointError(f"{place} has no {CONFIG_FILE}; {PARTS}")
+    if TOKENIZER_FILE not in names:
+        has_old = "tokenizer.model" in names
+        reason = "only tokenizer.model, which is not read here" if has_old else "no tokenizer at all"
+        raise CheckpointError(
+            f"{place} has no {TOKENIZER_FILE} ({reason}); take that file from the same model on the hub, or write it "
+            "with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
 
 
-def _hub_message(error: Exception, repo: str, revision: str) -> str:
-    """What to do about a hub error. The order matters: the kinds derive from one another."""
-    page = f"https://huggingface.co/{repo}"
-    if isinstance(error, hub_errors.GatedRepoError):
-        if error.response.status_code == 401:
-            return (
-                f"{repo} is gated and no valid token was given; accept its licence at {page}, then run "
-                "`hf auth login` or set HF_TOKEN"
-            )
-        return (
-            f"{repo} is gated and this token has no access to it; accept the licence at {page} with the token's "
-            "account, and let a fine-grained token read gated repositories"
-        )
-    if isinstance(error, hub_errors.RepositoryNotFoundError):
-        return (
-            f"there is no folder {repo} here, and on the hub no such model, or a private one; check the spelling, "
-            "or give a token that may read it"
-        )
-    if isinstance(error, hub_errors.RevisionNotFoundError):
-        return f"{repo} has no revision {revision!r}; its branches are listed at {page}/tree/main"
-    if isinstance(error, hub_errors.IncompleteSnapshotError):
-        return (
-            f"the download of {repo} ({revision}) was not finished and the hub cannot be reached; connect and start "
-            "again, it goes on where it stopped"
-        )
-    if isinstance(error, (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled)):
-        return (
-            f"{repo} ({revision}) is not in the cache and the hub cannot be reached; check the connection, unset "
-            "HF_HUB_OFFLINE, or give a folder"
-        )
-    if isinstance(error, hub_errors.HfHubHTTPError) and error.response.status_code in (401, 403):
-        return f"the hub refuses the token for {repo}; make a new one at https://huggingface.co/settings/tokens"
-    return f"downloading {repo} failed: {type(error).__name__}: {error}; start again, it goes on where it stopped"
-
-
-def _redacted(text: str, token: str | None) -> str:
-    """The text without anything that looks like a token of the hub."""
-    if token:
-        text = text.replace(token, "[token]")
-    return re.sub(r"hf_[A-Za-z0-9]{10,}", "[token]", text)
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"
+def _without_weights(names: Collection[str], place: str) -> CheckpointError:
+    for pattern, reason in FOREIGN_WEIGHTS.items():
+        file = next((name for name in sorted(names) if fnmatch(name, pattern)), None)
+        if file:
+            return CheckpointError(f"{place} {reason.format(file=file)}")
+    return CheckpointError(f"{place} has neither {SINGLE_FILE} nor {INDEX_FILE}; {PARTS}")
 
 
 # Reading headers --------------------------------------------------------------------------------------------------
@@ -339,13 +294,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if index.exists():
         return _files_of_index(index)
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-    if pickles:
-        raise CheckpointError(
-            f"{folder} has weights only as {pickles[0]}, a pickle, which could run any code and is never opened; "
-            "save the model again with transformers (save_pretrained writes safetensors), or take another revision"
-        )
-    raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; copy or download the weights again")
+    raise _without_weights([path.name for path in folder.iterdir()], str(folder))
 
 
 def _files_of_index(index: Path) -> list[Path]:
@@ -353,10 +302,14 @@ def _files_of_index(index: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{index} has no readable weight_map; copy or download it again") from None
-    # A name that is no plain file's is refused: it could lead out of the folder.
-    if not names or not all(isinstance(name, str) and Path(name).name == name not in ("", "..") for name in names):
-        raise CheckpointError(f"{index} must name files that lie beside it; it names {names}")
+    if not names or not all(map(_is_plain_name, names)):
+        raise CheckpointError(f"{index} must name .safetensors files that lie beside it; it names {_listed(names)}")
     return [index.parent / name for name in names]
+
+
+def _is_plain_name(name: Any) -> bool:
+    """Whether this is a weight file's bare name; any other could lead out of the folder."""
+    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
 
 
 def _require_shard(file: Path) -> None:
@@ -389,7 +342,7 @@ def _read_header(file: Path) -> list[StoredTensor]:
             return [StoredTensor(key, file, tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()]
     except SafetensorError as error:
         raise CheckpointError(
-            f"{file} is cut short or damaged ({error}); delete it and copy or download it again"
+            f"{file} is cut short or damaged ({error}); delete {file.resolve()} and copy or download it again"
         ) from None
 
 
@@ -429,9 +382,9 @@ def check_fit(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int
         )
 
 
-def _listed(names: list[str]) -> str:
+def _listed(names: list[Any]) -> str:
     more = f", and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
-    return ", ".join(names[:LISTED_NAMES]) + more
+    return ", ".join(str(name)[:200] for name in names[:LISTED_NAMES]) + more
 
 
 def split_head(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], StoredTensor | None]:
@@ -493,33 +446,40 @@ def load_model(
         device: "auto" (CUDA, else MPS, else CPU) or a device.
         dtype: "auto" keeps the stored type (that of most weights, where a file mixes them), or float32, bfloat16,
             float16.
-        progress: called with (bytes done, bytes in all) after each tensor.
+        progress: called with ("loading", bytes done, bytes in all) after each tensor.
         trainable: whether parameters require gradients.
 
     Raises:
-        CheckpointError: for files that are missing, damaged, or not what config.json describes; before any weight
-            takes memory. ValueError: for a device or type that is not there.
+        CheckpointError: for files that are missing, damaged, or not what config.json describes, and where memory is
+            too small; before any weight takes some. ValueError: for a device or type that is not there.
     """
     folder = Path(folder)
     device, wanted = resolve_device(device), resolve_dtype(dtype)
     model = empty_model(read_config(folder))
-    tensors, head = split_head(read_headers(weight_files(folder)))
-    check_fit(tensors, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, folder)
-    if head is not None:
-        check_head(head, tensors[EMBEDDING])
-    state = _read_tensors(tensors, device, wanted or main_dtype(tensors.values()), progress)
+    with _disk_errors_in_words(folder):
+        tensors, head = split_head(read_headers(weight_files(folder)))
+        check_fit(tensors, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, folder)
+        if head is not None:
+            check_head(head, tensors[EMBEDDING])
+        dtype = wanted or main_dtype(tensors.values())
+        check_memory(tensors.values(), device, dtype, folder)
+        state = _read_tensors(tensors, device, dtype, progress)
     model.load_state_dict({**state, HEAD: state[EMBEDDING]}, strict=True, assign=True)
     model.tie_weights()
     return model.requires_grad_(trainable).eval()
 
 
-def read_config(folder: Path) -> PaliGemmaConfig:
-    """The folder's configuration. Raises CheckpointError where it is absent or not one that this model computes."""
-    _require_config(folder)
+def read_config(folder: Path, name: str | None = None) -> PaliGemmaConfig:
+    """The folder's configuration. Raises CheckpointError where it is absent or not one that this model computes.
+
+    The message calls the checkpoint by its `name`, where it has another one than the folder's.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG_FILE}; {PARTS}")
     try:
         return PaliGemmaConfig.from_folder(folder)
-    except ValueError as error:
-        raise CheckpointError(f"{folder} cannot be used: {error}") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{name or folder} cannot be used: {error}") from None
 
 
 def empty_model(config: PaliGemmaConfig) -> PaliGemmaForConditionalGeneration:
@@ -546,6 +506,49 @@ def main_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype:
     return elements.most_common(1)[0][0]
 
 
+def check_memory(tensors: Collection[StoredTensor], device: torch.device, dtype: torch.dtype, folder: Path) -> None:
+    """Raise CheckpointError, with numbers, unless there is room for the weights that have to be copied.
+
+    Those that stay in their file take no memory of their own: the system reads them when they are used, and again
+    where it had to drop them. Where all memory is too small to keep them, that is slow, and logged.
+    """
+    machine = memory.of_device(device)
+    if machine is None:
+        return
+    copied = [tensor for tensor in tensors if not _stays_in_file(tensor, device, dtype)]
+    # While one is converted, it is there twice.
+    needed = sum(prod(tensor.shape) * dtype.itemsize for tensor in copied)
+    needed += max((tensor.num_bytes for tensor in copied), default=0)
+    if needed > machine.available:
+        raise CheckpointError(
+            f"the weights in {folder} need {gigabytes(needed)} of memory as {_name_of(dtype)} on {device}, and "
+            f"{gigabytes(machine.available)} of {gigabytes(machine.total)} are free; {_advice(tensors, device, dtype)}"
+        )
+    total = needed + sum(tensor.num_bytes for tensor in tensors) - sum(tensor.num_bytes for tensor in copied)
+    if total > machine.total:
+        log.warning(
+            "the weights in %s take %s, more than the memory of this machine, %s; they will be read from the disk "
+            "again and again, so every token takes long",
+            *(folder, gigabytes(total), gigabytes(machine.total)),
+        )
+
+
+def _advice(tensors: Collection[StoredTensor], device: torch.device, dtype: torch.dtype) -> str:
+    others = "close other programs, or take a smaller model"
+    stored = main_dtype(tensors)
+    if device.type == "cpu" and stored != dtype:
+        return f"ask for the type that it is stored in, {_name_of(stored)}, which stays in the file; else {others}"
+    return others if device.type == "cpu" else f"take the device cpu, {others}"
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _stays_in_file(tensor: StoredTensor, device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and STORED_DTYPES[tensor.dtype] == dtype
+
+
 def _read_tensors(
     tensors: Mapping[str, StoredTensor], device: torch.device, dtype: torch.dtype, progress: Progress | None
 ) -> dict[str, Tensor]:
@@ -557,11 +560,11 @@ def _read_tensors(
             for name, tensor in tensors.items():
                 if tensor.file != file:
                     continue
-                adopted = device.type == "cpu" and STORED_DTYPES[tensor.dtype] == dtype
-                state[name] = opened.get_tensor(tensor.key) if adopted else _converted(tensor, device, dtype)
+                stays = _stays_in_file(tensor, device, dtype)
+                state[name] = opened.get_tensor(tensor.key) if stays else _converted(tensor, device, dtype)
                 done += tensor.num_bytes
                 if progress is not None:
-                    progress(done, total)
+                    progress("loading", done, total)
     return state
 
 
@@ -575,21 +578,34 @@ def save(model: PaliGemmaForConditionalGeneration, folder: str | Path, dtype: st
     """Write config.json and model.safetensors in the hub's layout, which transformers reads too.
 
     Args:
-        folder: made where it does not exist. It may be the one that the model was loaded from.
+        folder: made where it does not exist. It may be the one that the model was loaded from; on Windows not.
         dtype: of the stored weights; None: the model's.
+
+    Raises:
+        CheckpointError: where the files cannot be written. What was there before is still there then.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     stored_dtype = (resolve_dtype(dtype) if dtype is not None else None) or model.dtype
+    config = dataclasses.replace(model.config, dtype=_name_of(stored_dtype))
     # named_parameters gives the tied head and embedding once, under the embedding's name.
     weights = {
         name: parameter.detach().to("cpu", stored_dtype).contiguous() for name, parameter in model.named_parameters()
     }
-    config = dataclasses.replace(model.config, dtype=str(stored_dtype).removeprefix("torch."))
-    config_file = folder / "config.json"
-    config_file.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
-    # A loaded model's weights may lie in this very file, so it is replaced as a whole and never written into.
-    unfinished = folder / f"{SINGLE_FILE}.unfinished"
-    save_file(weights, unfinished, metadata={"format": "pt"})
-    shutil.copymode(config_file, unfinished)  # safetensors makes files that only their owner can read
-    os.replace(unfinished, folder / SINGLE_FILE)
+    # A loaded model's weights may lie in the very file, so it is replaced as a whole and never written into.
+    new_weights, new_config = (folder / f"{name}.unfinished" for name in (SINGLE_FILE, CONFIG_FILE))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        new_config.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+        save_file(weights, new_weights, metadata={"format": "pt"})
+        shutil.copymode(new_config, new_weights)  # safetensors makes files that only their owner can read
+        os.replace(new_weights, folder / SINGLE_FILE)
+        os.replace(new_config, folder / CONFIG_FILE)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be written ({error}); take a folder that this user may write to, on a disk with room, "
+            "and on Windows not the one that a loaded model's weights lie in"
+        ) from None
+    finally:
+        for file in (new_weights, new_config):
+            with suppress(OSError):
+                file.unlink()

@@ -20,6 +20,10 @@ TANH_GELU_NAMES = (
     "gelu_new",
     "gelu_fast",
 )  # older files say "gelu" and mean tanh
+# Far beyond every PaliGemma. A file that asks for more would keep the machine busy before its weights are looked at.
+MAX_PARAMETERS = 10**11
+MAX_LAYERS = 1000
+MAX_SIZE = 10**7
 SLIDING_ATTENTION = "sliding_attention"
 FULL_ATTENTION = "full_attention"
 
@@ -48,6 +52,13 @@ class SiglipVisionConfig:
             )
         if self.patch_size > self.image_size:
             raise ValueError(f"patch_size {self.patch_size} is larger than image_size {self.image_size}")
+
+    @property
+    def approximate_parameters(self) -> int:
+        """Weights of the tower's matrices; norms and biases are left out."""
+        layer = 4 * self.hidden_size**2 + 2 * self.hidden_size * self.intermediate_size
+        patches = self.num_image_tokens + self.num_channels * self.patch_size**2
+        return self.num_hidden_layers * layer + patches * self.hidden_size
 
     @property
     def num_image_tokens(self) -> int:
@@ -113,6 +124,13 @@ class GemmaConfig:
         return tuple(types)
 
     @property
+    def approximate_parameters(self) -> int:
+        """Weights of the decoder's matrices, the tied head once; norms are left out."""
+        heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
+        return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size
+
+    @property
     def attention_scale(self) -> float:
         """What query-key products are multiplied by: query_pre_attn_scalar (Gemma 1: head_dim) ** -0.5."""
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
@@ -176,6 +194,12 @@ class PaliGemmaConfig:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
+        num_parameters = self.text_config.approximate_parameters + self.vision_config.approximate_parameters
+        if num_parameters > MAX_PARAMETERS:
+            raise ValueError(
+                f"the sizes make about {num_parameters:.2g} parameters; allowed are {MAX_PARAMETERS:.2g}, and the "
+                "largest PaliGemma has 2.8e+10"
+            )
         token_ids = {
             "image_token_index": self.image_token_index,
             "bos_token_id": self.bos_token_id,
@@ -183,8 +207,8 @@ class PaliGemmaConfig:
             **{f"eos_token_id {token_id!r}": token_id for token_id in self.eos_token_ids},
         }
         for name, token_id in token_ids.items():
-            if not _is_number(token_id, Integral):
-                raise ValueError(f"{name} is {token_id!r}; it must be a whole number")
+            if not _is_number(token_id, Integral) or token_id < 0:
+                raise ValueError(f"{name} is {token_id!r}; it must be a whole number, 0 or above")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> PaliGemmaConfig:
@@ -197,7 +221,14 @@ class PaliGemmaConfig:
         if data.get("model_type") != "paligemma":
             raise ValueError(
                 f"config.json says model_type {data.get('model_type')!r}; only 'paligemma' (PaliGemma 1 and 2) "
-                "can be loaded"
+                "can be loaded, such as google/paligemma2-3b-mix-224"
+            )
+        quantization = data.get("quantization_config")
+        if quantization is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+            raise ValueError(
+                f"config.json says that the weights are quantised ({method}); take the model that they were made from, "
+                "with weights in float32, bfloat16 or float16"
             )
         text, vision = data.get("text_config"), data.get("vision_config")
         if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
@@ -325,6 +356,9 @@ def _require_positive_numbers(config: object) -> None:
         if not (_is_number(value, kind) and 0 < value < math.inf):
             allowed = "a whole number" if kind is Integral else "a number"
             raise ValueError(f"{field.name} is {value!r}; it must be {allowed} above 0")
+        largest = MAX_LAYERS if field.name == "num_hidden_layers" else MAX_SIZE
+        if kind is Integral and value > largest:
+            raise ValueError(f"{field.name} is {value:.3g}; allowed is at most {largest}")
 
 
 def _is_number(value: Any, kind: type) -> bool:

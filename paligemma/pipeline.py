@@ -140,7 +140,8 @@ def load(
             bfloat16 where the device is fast in it, else float32.
         quantize: None; there is no other choice yet.
         token: of the hub; None: the one that `hf auth login` stored, or HF_TOKEN.
-        progress: called with (bytes done, bytes in all) while the weights are read.
+        progress: called with (stage, bytes done, bytes in all); the stage is "downloading", for a hub id, then
+            "loading".
 
     Raises:
         ValueError: says what is wrong and what is allowed. `CheckpointError` is one: for a checkpoint that cannot be
@@ -148,7 +149,7 @@ def load(
     """
     if quantize is not None:
         raise ValueError(f"quantize is {quantize!r}; allowed is None")
-    found = checkpoint.find(source, revision, token=token, device=device, dtype=dtype)
+    found = checkpoint.find(source, revision, token, device, dtype, progress)
     model = checkpoint.load_model(found.folder, device, found.dtype, progress)
     processor = PaliGemmaProcessor.from_folder(found.folder, model.config)
     return PaliGemma(model, processor, found.name, found.origin, found.revision)

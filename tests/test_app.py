@@ -497,7 +497,7 @@ def test_requests_wait_while_the_model_loads(picture_file, monkeypatch):
 
 def test_the_badge_follows_the_loading_and_then_rests():
     may_load = threading.Event()
-    host = make_host(lambda progress: progress(1, 4) or (may_load.wait(10) and FakeModel()))
+    host = make_host(lambda progress: progress("loading", 1, 4) or (may_load.wait(10) and FakeModel()))
     visit = Visit((host,))
     while "25%" not in words.spoken(host.notice):
         time.sleep(0.01)

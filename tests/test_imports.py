@@ -18,19 +18,21 @@ PACKAGE = ROOT / "paligemma"
 MODEL = {"config", "kv_cache"}
 ALLOWED = {
     "config": set(),
+    "hub": set(),
+    "memory": set(),
     "kv_cache": {"config"},
     "siglip": MODEL,
     "gemma": MODEL,
     "modeling": {*MODEL, "siglip", "gemma"},
     "processing": {"config"},
     "quantize": {*MODEL, "siglip", "gemma", "modeling"},
-    "checkpoint": {"config", "modeling", "quantize"},
+    "checkpoint": {"config", "hub", "memory", "modeling", "quantize"},
     "generation": {*MODEL, "modeling", "processing"},
     "parsing": set(),
     "masks": {"parsing"},
     "lens": {*MODEL, "gemma", "siglip", "modeling", "processing", "generation"},
     "pipeline": {"config", "modeling", "generation", "processing", "checkpoint", "quantize", "lens"},
-    "view": {"parsing", "masks", "generation", "processing", "lens"},
+    "view": {"hub", "parsing", "masks", "generation", "processing", "lens"},
     "__init__": {"checkpoint", "config", "generation", "modeling", "parsing", "pipeline", "processing", "lens"},
     "__main__": {"__init__", "checkpoint", "generation"},
 }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paligemma.hub import redacted
 from paligemma.masks import MaskDecoder
 from paligemma.view import words
 from paligemma.view.requests import quote
@@ -29,13 +30,15 @@ class ModelHost:
         load: Callable[..., PaliGemma] | None,
         mask_decoder_files: Iterable[Path] = (),
         fetch_mask_decoder: Callable[[], Path] | None = None,
+        fallback: ModelHost | None = None,
     ) -> None:
         """`load` is called once, with `progress` as `paligemma.load` takes it; None: there is no model to load.
 
         Of `mask_decoder_files` the first that exists is read; where none does, `fetch_mask_decoder` may bring one.
-        Without one, masks stay codes.
+        Without one, masks stay codes. The `fallback`'s model answers where this one cannot be loaded.
         """
         self.name = name
+        self.model_name = name
         self.model: PaliGemma | None = None
         self.mask_decoder: MaskDecoder | None = None
         self.notice = (
@@ -45,6 +48,7 @@ class ModelHost:
         self._started = False
         self._mask_decoder_files = tuple(mask_decoder_files)
         self._fetch_mask_decoder = fetch_mask_decoder
+        self._fallback = fallback
         self._finished = threading.Event()
         if load is None:
             self._finished.set()
@@ -90,7 +94,7 @@ class ModelHost:
     def facts(self) -> dict[str, Any]:
         """What a run says of the model that answered; only of a loaded one."""
         return {
-            "name": self.name,
+            "name": self.model_name,
             "revision": self.model.revision,
             "dtype": _dtype_name(self.model),
             "device": str(self.model.device),
@@ -104,12 +108,32 @@ class ModelHost:
             self.notice = words.notice("done", self._badge(model))
             self.model = model
         except Exception as error:
-            log.exception("the model could not be loaded")
-            self.notice = words.notice(
-                "error", "{name} could not be loaded. {reason}", name=self.name, reason=words.explain(error)
-            )
+            self._report(error)
+            self._fall_back(words.explain(error))
         finally:
             self._finished.set()
+
+    def _report(self, error: Exception) -> None:
+        """One line for whoever runs the server; where it came from only for those who look for it."""
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        log.error("%s could not be loaded: %s", self.name, redacted(f"{kind}{error}"))
+        log.debug("where that happened", exc_info=error)
+
+    def _fall_back(self, reason: str) -> None:
+        """Say what went wrong, and let the fallback's model answer where there is one."""
+        self.notice = words.notice("error", "{name} could not be loaded. {reason}", name=self.name, reason=reason)
+        if self._fallback is None:
+            return
+        self._fallback.start()
+        self._fallback._finished.wait()
+        if self._fallback.model is None:
+            return
+        self.model_name, self.mask_decoder = self._fallback.model_name, self._fallback.mask_decoder
+        self.notice["joined"] = [
+            (self.notice["text"], self.notice["values"]),
+            ("{name} answers instead", {"name": self.model_name}),
+        ]
+        self.model = self._fallback.model
 
     def _read_mask_decoder(self) -> MaskDecoder | None:
         path = next(filter(Path.exists, self._mask_decoder_files), None)
@@ -117,7 +141,7 @@ class ModelHost:
             try:
                 path = self._fetch_mask_decoder()
             except Exception as error:  # boxes are drawn without it
-                log.warning("masks stay codes, their decoder could not be had: %s", error)
+                log.warning("masks stay codes, their decoder could not be had: %s", redacted(str(error)))
         return MaskDecoder.load(path) if path else None
 
     def _badge(self, model: PaliGemma) -> str:
@@ -125,8 +149,15 @@ class ModelHost:
         soft_cap = model.config.text_config.final_logit_softcapping
         return words.model_line(name, _count_parameters(model), _dtype_name(model), str(model.device), soft_cap)
 
-    def _show_progress(self, done: int, total: int) -> None:
-        self.notice = words.notice("busy", "Loading {name}: {percent}", name=self.name, percent=f"{done / total:.0%}")
+    def _show_progress(self, stage: str, done: int, total: int) -> None:
+        percent = f"{done / total:.0%}"
+        if stage == "downloading":
+            size = f"{total / 1e9:.2f} GB"
+            self.notice = words.notice(
+                "busy", "Downloading {name}: {percent} of {size}", name=self.name, percent=percent, size=size
+            )
+        else:
+            self.notice = words.notice("busy", "Loading {name}: {percent}", name=self.name, percent=percent)
 
 
 def _dtype_name(model: PaliGemma) -> str:

@@ -90,7 +90,7 @@ def _new_run(host: ModelHost, visit: Visit, plan: Plan, picture: Picture, reques
 
 def require_same_model(host: ModelHost, run: Run) -> None:
     """Raise ValueError where another model than the host's made the run."""
-    if run.model["name"] != host.name:
+    if run.model["name"] != host.model_name:
         raise ValueError(f"This run was made by {run.model['name']}. Load that model to go on from it.")
 
 
