@@ -26,7 +26,7 @@ import torch
 import paligemma
 from paligemma import checkpoint, lens
 from paligemma.masks import fetch_vae_oid
-from paligemma.view import attention, events, examples, export, objects, runs, tasks, tokens, words
+from paligemma.view import attention, events, examples, export, logs, objects, runs, tasks, tokens, words
 from paligemma.view.models import ModelHost, host_named
 from paligemma.view.picture import open_picture, read_picture
 from paligemma.view.requests import (
@@ -792,8 +792,7 @@ def _stop_like_ctrl_c(*_: Any) -> None:
 def main() -> None:
     parser = build_parser()
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.set_up()
     signal.signal(signal.SIGTERM, _stop_like_ctrl_c)
     try:
         hosts = make_hosts(arguments)

@@ -111,10 +111,10 @@ def line_of(step: Step) -> str:
     return f"{step.index:4d} {step.piece!r} {step.logit:.2f} {step.prob:.1%} | {candidates}\n"
 
 
-def report_progress(is_terminal: bool) -> Progress | None:
-    """A counter on one line of the terminal; nothing where stderr goes elsewhere."""
+def report_progress(is_terminal: bool) -> Progress:
+    """A counter on one line of the terminal; silent where stderr goes elsewhere."""
     if not is_terminal:
-        return None
+        return lambda stage, done, total: None
 
     def report(stage: str, done: int, total: int) -> None:
         end = "\r" if done < total else "\n"

@@ -22,6 +22,7 @@ from huggingface_hub.utils import tqdm
 
 CONFIG_FILE = "config.json"
 LISTING_TIMEOUT_S = 20  # huggingface_hub itself would wait for this answer without end
+TOKEN = re.compile(r"hf_(?:oauth_|jwt_)?[A-Za-z0-9]{10,}[\w.-]*")
 DISK_FAULTS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT}
 TOKEN_PAGE = "https://huggingface.co/settings/tokens"
 
@@ -70,11 +71,12 @@ def download(
         except CheckpointError:
             raise
         except (hub_errors.RevisionNotFoundError, hub_errors.LocalEntryNotFoundError) as error:
-            failures.append((error, revision))  # offline, another revision may be what the cache has
+            failures.append((error, revision))  # another revision may be what there is, or what the cache has
         # The library raises many kinds, among them its HTTP client's own, which share no base but Exception.
         except Exception as error:
             failures.append((error, revision))
             break
+    token = _token_in_use(token)
     unfinished = [failure for failure in failures if isinstance(failure[0], hub_errors.IncompleteSnapshotError)]
     error, revision = (unfinished or failures)[-1]
     raise CheckpointError(redacted(_explain(error, repo, revision, token), token)) from None
@@ -99,7 +101,7 @@ def _fetch(
     if sizes:
         checks.names(sizes.keys())
     source: dict[str, Any] = {"revision": revision, "token": token}
-    folder = Path(huggingface_hub.hf_hub_download(repo, CONFIG_FILE, **source)).parent
+    folder = _whole_file(repo, CONFIG_FILE, sizes.get(CONFIG_FILE, 0), source).parent
     checks.config(folder)
     wanted = {name: size for name, size in sizes.items() if any(fnmatch(name, pattern) for pattern in patterns)}
     missing = _missing(wanted, folder)
@@ -108,13 +110,21 @@ def _fetch(
     _require_space(repo, sum(missing.values()))
     bar = _bar_that_tells(progress, sum(missing.values()))
     for name in missing:
-        if (folder / name).exists():  # too short: the library would take it as it is
-            huggingface_hub.hf_hub_download(repo, name, force_download=True, **source)
+        if (folder / name).exists():
+            _whole_file(repo, name, sizes[name], source)
     return Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(patterns), tqdm_class=bar, **source))
 
 
+def _whole_file(repo: str, name: str, size: int, source: Mapping[str, Any]) -> Path:
+    """A file from the cache or the hub. The library would take a cached one that was cut short as it is."""
+    file = Path(huggingface_hub.hf_hub_download(repo, name, **source))
+    if size and file.stat().st_size != size:
+        file = Path(huggingface_hub.hf_hub_download(repo, name, force_download=True, **source))
+    return file
+
+
 def _from_cache(repo: str, revision: str, patterns: Sequence[str], reason: Exception) -> Path:
-    """The cached folder, where the hub did not answer or refused. Raises the reason where there is none."""
+    """The cached folder, where the hub did not answer or refused; LocalEntryNotFoundError where there is none."""
     try:
         folder = huggingface_hub.snapshot_download(
             repo, revision=revision, local_files_only=True, allow_patterns=list(patterns)
@@ -122,8 +132,6 @@ def _from_cache(repo: str, revision: str, patterns: Sequence[str], reason: Excep
     except hub_errors.IncompleteSnapshotError:
         raise
     except hub_errors.LocalEntryNotFoundError:
-        if isinstance(reason, hub_errors.HfHubHTTPError) and reason.response.status_code < 500:
-            raise reason from None
         raise hub_errors.LocalEntryNotFoundError("nothing is cached") from reason
     log.info("%s (%s) comes from the cache: %s", repo, revision, redacted(f"{type(reason).__name__}: {reason}"))
     return Path(folder)
@@ -185,8 +193,9 @@ def _bar_that_tells(progress: Progress | None, total: int) -> type[tqdm] | None:
 
 def _explain(error: Exception, repo: str, revision: str, token: str | None) -> str:
     """What happened, and what to do about it. The order matters: the kinds derive from one another."""
-    if isinstance(error, hub_errors.HfHubHTTPError):
-        return _explain_answer(error, repo, revision, token)
+    answer = error.__cause__ if isinstance(error, hub_errors.LocalEntryNotFoundError) else error
+    if isinstance(answer, hub_errors.HfHubHTTPError):
+        return _explain_answer(answer, repo, revision, token)
     if isinstance(error, hub_errors.IncompleteSnapshotError):
         return (
             f"the download of {repo} ({revision}) was not finished and the hub cannot be reached; connect and start "
@@ -210,8 +219,6 @@ def _explain(error: Exception, repo: str, revision: str, token: str | None) -> s
 def _why_unreachable(cause: BaseException | None) -> str:
     if isinstance(cause, hub_errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE forbids to download it; unset that, or give a folder"
-    if isinstance(cause, hub_errors.HfHubHTTPError):
-        return f"the hub fails ({cause.response.status_code}); try again later, or give a folder"
     reason = f" ({type(cause).__name__}: {cause})" if cause else ""
     return f"the hub cannot be reached{reason}; check the connection and start again, or give a folder"
 
@@ -232,7 +239,7 @@ def _explain_answer(error: hub_errors.HfHubHTTPError, repo: str, revision: str, 
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return f"{repo} has no revision {revision!r}; its branches are listed at {page}/tree/main"
     # Without a token the hub answers 401 for what does not exist; with one, only where the token is not good.
-    if status == 403 or (status == 401 and (token or huggingface_hub.get_token())):
+    if status == 403 or (status == 401 and token):
         return (
             f"the hub refuses the token for {repo}, it may be wrong, expired, or not allowed to read; make a new one "
             f"at {TOKEN_PAGE}, then run `hf auth login` or set HF_TOKEN"
@@ -244,14 +251,22 @@ def _explain_answer(error: hub_errors.HfHubHTTPError, repo: str, revision: str, 
         )
     if status == 429:
         return f"the hub was asked too often for {repo}; wait some minutes and start again, or log in with a token"
-    return f"the hub answers {status} for {repo} ({error}); try again later, files that are complete are kept"
+    return f"the hub fails for {repo} ({status}); try again later, or give a folder"
+
+
+def _token_in_use(token: str | None) -> str | None:
+    """The given token, else the one that the library finds; None where there is none, or it cannot be had."""
+    try:
+        return token or huggingface_hub.get_token()
+    except Exception:  # some kinds of token are fetched
+        return None
 
 
 def redacted(text: str, token: str | None = None) -> str:
     """The text without the token and without anything that looks like a token of the hub."""
     if token:
         text = text.replace(token, "[token]")
-    return re.sub(r"hf_[A-Za-z0-9]{10,}", "[token]", text)
+    return TOKEN.sub("[token]", text)
 
 
 def gigabytes(num_bytes: int) -> str:

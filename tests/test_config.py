@@ -179,6 +179,34 @@ def test_a_size_must_be_a_whole_number(section: str, name: str, value: object):
         PaliGemmaConfig.from_dict(data)
 
 
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        ("text_config", {"num_hidden_layers": 10**9}, r"num_hidden_layers is 1e\+09; allowed is at most 1000"),
+        ("vision_config", {"num_hidden_layers": 1001}, "allowed is at most 1000"),
+        ("text_config", {"vocab_size": 10**12}, r"vocab_size is 1e\+12; allowed is at most"),
+        ("text_config", {"max_position_embeddings": 10**20}, "allowed is at most"),
+        ("text_config", {"hidden_size": 10**6, "intermediate_size": 10**6}, r"about \d.*e\+1\d parameters; allowed"),
+        ("vision_config", {"image_size": 10**7}, r"parameters; allowed are 1e\+11"),
+    ],
+)
+def test_absurd_sizes_are_refused(section: str, changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        PaliGemmaConfig.from_dict({**PALIGEMMA2, section: {**PALIGEMMA2[section], **changes}})
+
+
+@pytest.mark.parametrize(("data", "millions"), [(PALIGEMMA1, 2923), (PALIGEMMA2, 3032)])
+def test_the_parameters_of_a_model_are_about_counted(data: dict, millions: int):
+    config = PaliGemmaConfig.from_dict(data)
+    counted = config.text_config.approximate_parameters + config.vision_config.approximate_parameters
+    assert counted / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_quantised_weights_are_refused_by_their_method():
+    with pytest.raises(ValueError, match=r"quantised \(gptq\); take the model"):
+        PaliGemmaConfig.from_dict({**PALIGEMMA1, "quantization_config": {"quant_method": "gptq"}})
+
+
 @pytest.mark.parametrize("value", ["64", True, [64], math.inf, math.nan, 0.0])
 @pytest.mark.parametrize("name", ["rope_theta", "rms_norm_eps", "attn_logit_softcapping", "query_pre_attn_scalar"])
 def test_a_factor_must_be_a_finite_number(name: str, value: object):
@@ -187,7 +215,7 @@ def test_a_factor_must_be_a_finite_number(name: str, value: object):
         PaliGemmaConfig.from_dict(data)
 
 
-@pytest.mark.parametrize("value", ["1", 1.0, True, [[1]], {}])
+@pytest.mark.parametrize("value", ["1", 1.0, True, [[1]], {}, -1])
 @pytest.mark.parametrize("name", ["image_token_index", "bos_token_id", "pad_token_id", "eos_token_id"])
 def test_a_token_must_be_a_whole_number(name: str, value: object):
     with pytest.raises(ValueError, match=f"{name}.* it must be a whole number"):

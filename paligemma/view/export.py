@@ -28,7 +28,6 @@ import hashlib
 import itertools
 import json
 import math
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,7 @@ from typing import Any
 from PIL import Image
 
 from paligemma.generation import MAX_SEED, MAX_TOP_N, Candidate, Step, Timing
+from paligemma.hub import redacted
 from paligemma.processing import replace_lone_surrogates
 from paligemma.view.picture import MAX_PIXELS, SHOWN_SIDE, Picture, decode_picture, png_file
 from paligemma.view.requests import MAX_FILE_BYTES, MAX_PROMPT_CHARACTERS, quote
@@ -52,8 +52,6 @@ MAX_DIGITS = 40
 # Of logits and probabilities that are written in full; what differs by more is not of one distribution.
 TOLERANCE = 1e-4
 FINISH_REASONS = ("eos", "length", "time", "stopped")
-# A hub token never leaves the server, whatever it was pasted into.
-SECRET = re.compile(r"hf_[A-Za-z0-9]{10,}")
 
 Check = Callable[[str, Any], Any]
 
@@ -78,7 +76,8 @@ def write_run(run: Run, versions: Mapping[str, str]) -> str:
         "timing": dataclasses.asdict(run.timing) if run.timing else None,
         "tokens": [_write_step(step) for step in run.steps],
     }
-    return SECRET.sub("hf_…", json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1))
+    # A hub token never leaves the server, whatever it was pasted into.
+    return redacted(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1))
 
 
 def _write_picture(picture: Picture) -> dict[str, Any]:

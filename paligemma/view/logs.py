@@ -1,0 +1,24 @@
+"""The server's log: a line an event, and never a token of the hub."""
+
+from __future__ import annotations
+
+import logging
+
+from paligemma.hub import redacted
+
+LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class TokenlessFormatter(logging.Formatter):
+    """Writes lines in which whatever looks like a token is left out, also in what an exception says."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
+def set_up() -> None:
+    """Send the program's log to stderr, and leave out what its HTTP client says of every request."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(TokenlessFormatter(LINE))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("httpx").setLevel(logging.WARNING)
