@@ -33,6 +33,7 @@ from paligemma.view import logs, words
 from paligemma.view.models import ModelHost
 
 ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 WRONG = "hf_wrongwrongwrongwrong"
 
 
@@ -245,7 +246,7 @@ BEFORE_THE_WEIGHTS = set(CASES) - {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_failure_is_one_line_in_the_terminal(world, case, picture_file, capsys):
+def test_a_failure_is_one_line_of_the_terminal(world, case, picture_file, capsys):
     prepare, flags, message = CASES[case]
     prepare(world)
     arguments = [str(picture_file), "caption en", "--model", "owner/model", "--dtype", "float32", "--device", "cpu"]
@@ -258,7 +259,7 @@ def test_every_failure_is_one_line_in_the_terminal(world, case, picture_file, ca
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_failure_is_on_the_badge_and_the_bundled_model_answers(world, case, bundled, caplog):
+def test_a_failure_is_on_the_badge(world, case, bundled, caplog):
     prepare, flags, message = CASES[case]
     prepare(world)
     arguments = app.build_parser().parse_args(
@@ -443,6 +444,11 @@ def test_a_cache_that_is_only_read_will_do_when_it_is_complete(world, monkeypatc
     folder = find("owner/model", dtype="float32").folder
     monkeypatch.setattr(os, "makedirs", fail(PermissionError(errno.EROFS, "read-only file system")))
     assert find("owner/model", dtype="float32").folder == folder
+
+
+def test_the_readme_s_cases_are_these():
+    named = re.findall(r"^\| (.+?) \| .* \| `test_hub\.py::test_a_failure_is_on_the_badge` \|$", README, re.M)
+    assert len(named) > 25 and set(named) <= CASES.keys()
 
 
 # Tokens -----------------------------------------------------------------------------------------------------------
