@@ -105,7 +105,7 @@ def _fetch(
     checks.config(folder)
     wanted = {name: size for name, size in sizes.items() if any(fnmatch(name, pattern) for pattern in patterns)}
     missing = _missing(wanted, folder)
-    if not missing:
+    if sizes and not missing:
         return folder  # nothing is written, so a cache that is only read will do
     _require_space(repo, sum(missing.values()))
     bar = _bar_that_tells(progress, sum(missing.values()))
