@@ -155,7 +155,11 @@ CASES: dict[str, tuple[Callable[[World], object], list[str], str]] = {
     "no such repository": (lambda world: None, OTHER, r"no folder owner/other here, and on the hub no such model"),
     "no such repository for a token": (lambda world: world.log_in(LICENSED), OTHER, r"check the spelling"),
     "no such revision": (lambda world: None, REVISION, r"has no revision 'v9'; its branches are listed at"),
-    "hub down": (lambda world: setattr(world.hub, "status", 503), [], r"the hub fails for owner/model \(503\); try again later"),
+    "hub down": (
+        lambda world: setattr(world.hub, "status", 503),
+        [],
+        r"the hub fails for owner/model \(503\); try again later",
+    ),
     "asked too often": (lambda world: setattr(world.hub, "status", 429), [], r"asked too often.*wait some minutes"),
     "offline": (lambda world: world.go_offline(), [], r"not in the cache .* HF_HUB_OFFLINE forbids .*unset that"),
     "no connection": (

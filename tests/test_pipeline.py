@@ -141,7 +141,8 @@ def test_load_passes_type_and_progress_on(folder):
     reports = []
     vlm = paligemma.load(str(folder), dtype="bfloat16", device="cpu", progress=lambda *report: reports.append(report))
     assert vlm.dtype == torch.bfloat16
-    assert reports[-1][0] == reports[-1][1] > 0
+    stage, done, total = reports[-1]
+    assert stage == "loading" and done == total > 0
     assert len(vlm.generate(PICTURE, "caption en", max_new_tokens=2).steps) == 2
 
 
