@@ -275,12 +275,12 @@ def test_a_failure_is_on_the_badge(world, case, bundled, caplog):
         host.start()
         assert host._finished.wait(60)
     said = words.spoken(host.notice)
-    assert host.notice["kind"] == "error" and said.endswith(" · bundled demo answers instead")
+    assert host.notice["kind"] == "error" and said.endswith(f" · {app.BUNDLED_NAME} answers instead")
     assert_is_the_one_line(said, message)
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert record.exc_info is None
     assert_is_the_one_line(record.getMessage(), message)
-    assert (host.model, host.facts()["name"], host.state) == (bundled.model, "bundled demo", "ready")
+    assert (host.model, host.facts()["name"], host.state) == (bundled.model, app.BUNDLED_NAME, "ready")
 
 
 def assert_is_the_one_line(said: str, message: str) -> None:
