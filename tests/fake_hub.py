@@ -142,10 +142,17 @@ def listing(hub: FakeHub, branch: str) -> dict[str, object]:
     }
 
 
+class QuietServer(ThreadingHTTPServer):
+    """A client that goes away before its answer is nothing to write home about."""
+
+    def handle_error(self, *_: object) -> None:
+        pass
+
+
 @contextmanager
 def serving(hub: FakeHub) -> Iterator[str]:
     """The address of a server that answers for `hub`."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(hub))
+    server = QuietServer(("127.0.0.1", 0), make_handler(hub))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
