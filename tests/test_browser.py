@@ -41,7 +41,8 @@ def model() -> FakeModel:
 
 @pytest.fixture(scope="module")
 def url(model) -> Iterator[str]:
-    host = ModelHost("scripted <b>model</b>", lambda progress: model)
+    decoder = app.ASSETS / "demo" / "mask_decoder.safetensors"
+    host = ModelHost("scripted <b>model</b>", lambda progress: model, [decoder])
     host.start()
     looking = (app.lens.inspect, app.lens.picture_shares)
     app.lens.inspect, app.lens.picture_shares = fake_inspection, fake_picture_shares
@@ -232,6 +233,16 @@ def test_a_box_is_drawn_in_its_place_at_every_width(browser, url, picture_file, 
         page.click("#objects .actions button:nth-child(2)")
     assert json.loads(Path(download.value.path()).read_text(encoding="utf-8"))["annotations"]
     page.close()
+
+
+def test_sixteen_codes_are_drawn_as_a_mask_in_their_box(page, model, monkeypatch):
+    monkeypatch.setattr(model, "pieces", (*BOXES[:4], *["<seg010>"] * 16, "▁cat", "<eos>"))
+    monkeypatch.setattr(model, "seconds_a_token", 0.0)
+    run_to_the_end(page, "segment cat")
+    mask = page.locator("#scene .box .mask")
+    assert mask.evaluate("node => getComputedStyle(node).maskImage").startswith('url("data:image/png')
+    box, drawn = (page.locator(part).bounding_box() for part in ("#scene .box", "#scene .box .mask"))
+    assert drawn["width"] == pytest.approx(box["width"], abs=5) and drawn["x"] == pytest.approx(box["x"], abs=5)
 
 
 def test_attention_is_drawn_over_the_right_patch(page):
