@@ -80,6 +80,8 @@ def test_the_work_counts_each_weight_key_and_value():
     assert work.decoder_bytes == 2 * sum(weight.numel() for weight in model.language_model.parameters())
     assert work.cache_bytes_a_token * 10 == KVCache(config, 1, 10, torch.bfloat16, "cpu").num_bytes
     assert work.token_bytes(10) - work.token_bytes(0) == 10 * work.cache_bytes_a_token
+    wider = Work.of(config, torch.bfloat16, cache_dtype=torch.float32)
+    assert wider.cache_bytes_a_token == 2 * work.cache_bytes_a_token
 
 
 def test_int8_takes_a_byte_a_weight_and_a_scale_a_channel():

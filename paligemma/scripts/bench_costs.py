@@ -139,8 +139,17 @@ class Work:
     config: PaliGemmaConfig
 
     @classmethod
-    def of(cls, config: PaliGemmaConfig, dtype: torch.dtype, quantize: str | None = None) -> Work:
-        """The work by shapes alone. With "int8" the decoder's and the head's matrices take a byte a weight."""
+    def of(
+        cls,
+        config: PaliGemmaConfig,
+        dtype: torch.dtype,
+        quantize: str | None = None,
+        cache_dtype: torch.dtype | None = None,
+    ) -> Work:
+        """The work by shapes alone. With "int8" the decoder's and the head's matrices take a byte a weight.
+
+        `cache_dtype` is that of keys and values; None: that of the weights.
+        """
         model, text = empty_model(config), config.text_config
         decoder = sum(_stored_bytes(weight, dtype, quantize) for weight in model.language_model.parameters())
         others = sum(
@@ -148,7 +157,7 @@ class Work:
             for part in (model.vision_tower, model.multi_modal_projector)
             for weight in part.parameters()
         )
-        cache = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * dtype.itemsize
+        cache = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * (cache_dtype or dtype).itemsize
         return cls(decoder + others, decoder, cache, config)
 
     def token_bytes(self, context: int) -> int:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import paligemma
 from paligemma.scripts.bench_costs import Spread, Work
-from paligemma.scripts.bench_speed import PROMPT, forced_ids, kernels_of, prefix_length
+from paligemma.scripts.bench_speed import PROMPT, forced_ids, kernels_of, prefix_length, work_of
 from paligemma.scripts.compare import random_picture
 from paligemma.scripts.full_size import write_checkpoint
 from paligemma.scripts.random_checkpoints import Case
@@ -55,7 +55,7 @@ def measure_curve(name: str, case: Case, work_dir: Path, quantize: str | None = 
         folder = work_dir / f"{resolution}-pixels"
         write_checkpoint(folder, replace(case, image_size=resolution))
         models.append(paligemma.load(folder, device=device, quantize=quantize))
-    work = Work.of(models[0].config, models[0].dtype, quantize)
+    work = work_of(models[0], quantize)
     token_spreads = [_token_seconds(models[0], context) for context in CONTEXTS]
     first_spreads = _first_token_seconds(models)
     return Curve(

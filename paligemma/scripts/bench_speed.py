@@ -197,6 +197,11 @@ def kernels_of(vlm: paligemma.PaliGemma) -> str:
     return getattr(vlm, "backend", None) or _name(vlm.dtype)
 
 
+def work_of(vlm: paligemma.PaliGemma, quantize: str | None) -> Work:
+    """The work of one of ours, whose keys and values may be kept in another type than the weights."""
+    return Work.of(vlm.config, vlm.dtype, quantize, getattr(vlm.model, "hidden_dtype", None))
+
+
 def forced_ids(vlm: paligemma.PaliGemma, count: int) -> list[int]:
     """Ids spread over the vocabulary, none of which ends an answer."""
     allowed = vlm.sampleable.clone()
@@ -215,14 +220,15 @@ def _name(dtype: torch.dtype) -> str:
 def measure_speed(options: SpeedOptions) -> SpeedReport:
     """Let all contenders take turns, then load each in a process of its own, when these here are gone."""
     found = checkpoint.find(options.source, device=options.device, dtype=options.dtype)
-    report = _measure_in_turns(found, options)
+    report, works = _measure_in_turns(found, options)
     if report.device != "cpu":
         return report
     gc.collect()
-    return replace(report, loading=_measure_loading(found.folder, options, report))
+    return replace(report, loading=_measure_loading(found.folder, options, report.dtype, works))
 
 
-def _measure_in_turns(found: checkpoint.Found, options: SpeedOptions) -> SpeedReport:
+def _measure_in_turns(found: checkpoint.Found, options: SpeedOptions) -> tuple[SpeedReport, dict[str, Work]]:
+    """All but loading; and the work of each contender by its name."""
     ours = [_load(found.folder, options, quantize) for quantize in _choices(options)]
     vlm = ours[0].vlm
     token_ids = forced_ids(vlm, options.tokens)
@@ -232,9 +238,10 @@ def _measure_in_turns(found: checkpoint.Found, options: SpeedOptions) -> SpeedRe
     limits = measure_limits(vlm.device)
     rounds = take_turns([*ours, *opponents], requests[1:], token_ids, SECOND_PROMPT)
     limits = higher(limits, measure_limits(vlm.device))
-    works = {one.name: Work.of(vlm.config, vlm.dtype, one.quantize) for one in [*ours, *opponents]}
+    works = {one.name: work_of(one.vlm, one.quantize) for one in ours}
+    works |= {one.name: Work.of(vlm.config, vlm.dtype) for one in opponents}
     theirs = [rounds.times[one.name] for one in opponents]
-    return SpeedReport(
+    report = SpeedReport(
         **_setting(vlm, found.name),
         kernels={one.name: kernels_of(one.vlm) for one in ours},
         limits=limits,
@@ -248,6 +255,7 @@ def _measure_in_turns(found: checkpoint.Found, options: SpeedOptions) -> SpeedRe
         },
         loading={},
     )
+    return report, works
 
 
 def prefix_length(vlm: paligemma.PaliGemma) -> int:
@@ -282,18 +290,18 @@ def _warm_up(
     return faster(opponents, request, token_ids) if opponents else []
 
 
-def _measure_loading(folder: Path, options: SpeedOptions, report: SpeedReport) -> dict[str, Loading]:
+def _measure_loading(folder: Path, options: SpeedOptions, dtype: str, works: dict[str, Work]) -> dict[str, Loading]:
     """Each in a fresh process; quantised weights twice, since the first time keeps them for the next."""
-    config, dtype = checkpoint.read_config(folder), getattr(torch, report.dtype)
     imports = process_cost.measure("ours")
-    cache = process_cost.cache_bytes(config, dtype)
 
     def loading(side: str, quantize: str | None = None) -> Loading:
         with TemporaryDirectory(dir=os.environ.get(process_cost.CACHE_VARIABLE)) as empty:
-            arguments = (side, folder, report.dtype, quantize, Path(empty))
+            arguments = (side, folder, dtype, quantize, Path(empty))
             cost = process_cost.measure(*arguments)
             again = process_cost.measure(*arguments) if quantize else None
-        return loading_of(imports, cost, again, Work.of(config, dtype, quantize).weight_bytes + cache)
+        work = works[_contender_name(quantize)]
+        num_tokens = process_cost.num_cached_tokens(work.config)
+        return loading_of(imports, cost, again, work.weight_bytes + num_tokens * work.cache_bytes_a_token)
 
     found = {_contender_name(quantize): loading("ours", quantize) for quantize in _choices(options)}
     found["ours, nothing prepared"] = loading("unprepared")

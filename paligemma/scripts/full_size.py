@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import paligemma
-from paligemma.scripts.process_cost import cache_bytes, measure
+from paligemma.scripts.bench_costs import Work
+from paligemma.scripts.process_cost import measure, num_cached_tokens
 from paligemma.scripts.random_checkpoints import Case, hub_name, make_config, random_weight, save_config_files
 
 FOLDER = "full-size"
@@ -105,7 +106,8 @@ def run(work_dir: Path, case: Case = CASE) -> bool:
     started = perf_counter()
     weights = write_checkpoint(folder, case)
     print(f"random checkpoint of {weights / 1e9:.2f} GB written in {perf_counter() - started:.0f} s")
-    cache = cache_bytes(paligemma.PaliGemmaConfig.from_folder(folder), torch.bfloat16)
+    config = paligemma.PaliGemmaConfig.from_folder(folder)
+    cache = num_cached_tokens(config) * Work.of(config, torch.bfloat16).cache_bytes_a_token
     ratios = {}
     for side in ("ours", "reference"):
         base, cost = measure(side), measure(side, folder)

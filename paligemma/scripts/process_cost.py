@@ -28,7 +28,6 @@ from torch import Tensor
 
 import paligemma
 from paligemma import checkpoint
-from paligemma.kv_cache import KVCache
 from paligemma.scripts.compare import (
     Request,
     load_reference,
@@ -100,11 +99,10 @@ def measure(
     return Cost(**json.loads(finished.stdout.splitlines()[-1]))
 
 
-def cache_bytes(config: paligemma.PaliGemmaConfig, dtype: torch.dtype) -> int:
-    """The KV cache of the request that is measured."""
+def num_cached_tokens(config: paligemma.PaliGemmaConfig) -> int:
+    """How many tokens the cache of the request that is measured holds."""
     # Counted with a margin of a few tokens, so that the prompt need not be tokenized here.
-    num_tokens = config.vision_config.num_image_tokens + len(REQUEST.prompt) + NUM_TOKENS
-    return KVCache(config, 1, num_tokens, dtype, "meta").num_bytes
+    return config.vision_config.num_image_tokens + len(REQUEST.prompt) + NUM_TOKENS
 
 
 def load_and_answer(load: Callable[[], Callable[[Request], object]]) -> Cost:
