@@ -198,16 +198,28 @@ def find(
         raise CheckpointError(
             f"{source} is neither a folder on this machine nor a hub id like google/paligemma2-3b-mix-224"
         )
+    return _find_on_hub(str(source), revision, token, resolve_device(device), wanted, progress)
+
+
+def _find_on_hub(
+    repo: str,
+    revision: str | None,
+    token: str | None,
+    device: torch.device,
+    wanted: torch.dtype | None,
+    progress: Progress | None,
+) -> Found:
     if wanted is None:
-        wanted = torch.bfloat16 if is_fast_in_bfloat16(resolve_device(device)) else torch.float32
+        wanted = torch.bfloat16 if is_fast_in_bfloat16(device) else torch.float32
     # Most repositories have main only.
     branches = [REVISION_OF_DTYPE[wanted]] if revision is None and wanted in REVISION_OF_DTYPE else []
     revisions = [*branches, revision or "main"]
     checks = hub.Checks(
-        names=lambda names: require_files(names, str(source)), config=lambda folder: read_config(folder, str(source))
+        names=lambda names: require_files(names, repo),
+        config=lambda folder: _check_config(folder, repo, device, wanted),
     )
-    folder, revision = hub.download(str(source), revisions, token, DOWNLOADED_FILES, checks, progress)
-    return Found(_checked(folder), "hub", str(source), revision, wanted)
+    folder, revision = hub.download(repo, revisions, token, DOWNLOADED_FILES, checks, progress)
+    return Found(_checked(folder), "hub", repo, revision, wanted)
 
 
 def local_path(source: str | Path) -> Path:
@@ -230,6 +242,15 @@ def _checked(folder: Path, if_absent: str = NOT_A_FOLDER) -> Path:
         for file in weight_files(folder):
             _require_shard(file)
     return folder
+
+
+def _check_config(folder: Path, name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise CheckpointError, before a download, for what cannot be computed or would never fit into memory."""
+    config = read_config(folder, name)
+    machine, needed = memory.of_device(device), config.approximate_parameters * dtype.itemsize
+    stays_in_file = device.type == "cpu" and config.dtype == _name_of(dtype)
+    if machine and needed > machine.total and not stays_in_file:
+        _require_memory(needed, device, dtype, name, config.dtype)
 
 
 @contextmanager
@@ -519,11 +540,7 @@ def check_memory(tensors: Collection[StoredTensor], device: torch.device, dtype:
     # While one is converted, it is there twice.
     needed = sum(prod(tensor.shape) * dtype.itemsize for tensor in copied)
     needed += max((tensor.num_bytes for tensor in copied), default=0)
-    if needed > machine.available:
-        raise CheckpointError(
-            f"the weights in {folder} need {gigabytes(needed)} of memory as {_name_of(dtype)} on {device}, and "
-            f"{gigabytes(machine.available)} of {gigabytes(machine.total)} are free; {_advice(tensors, device, dtype)}"
-        )
+    _require_memory(needed, device, dtype, str(folder), _name_of(main_dtype(tensors)))
     total = needed + sum(tensor.num_bytes for tensor in tensors) - sum(tensor.num_bytes for tensor in copied)
     if total > machine.total:
         log.warning(
@@ -533,12 +550,20 @@ def check_memory(tensors: Collection[StoredTensor], device: torch.device, dtype:
         )
 
 
-def _advice(tensors: Collection[StoredTensor], device: torch.device, dtype: torch.dtype) -> str:
-    others = "close other programs, or take a smaller model"
-    stored = main_dtype(tensors)
-    if device.type == "cpu" and stored != dtype:
-        return f"ask for the type that it is stored in, {_name_of(stored)}, which stays in the file; else {others}"
-    return others if device.type == "cpu" else f"take the device cpu, {others}"
+def _require_memory(needed: int, device: torch.device, dtype: torch.dtype, place: str, stored: str | None) -> None:
+    """Raise CheckpointError unless so many bytes are free; `stored` is the type that would need none of its own."""
+    machine = memory.of_device(device)
+    if machine is None or needed <= machine.available:
+        return
+    advice = "close other programs, or take a smaller model"
+    if device.type != "cpu":
+        advice = f"take the device cpu, {advice}"
+    elif stored in DTYPES and stored != _name_of(dtype):
+        advice = f"ask for the type that it is stored in, {stored}, which stays in the file; else {advice}"
+    raise CheckpointError(
+        f"the weights of {place} need {gigabytes(needed)} of memory as {_name_of(dtype)} on {device}, and "
+        f"{gigabytes(machine.available)} of {gigabytes(machine.total)} are free; {advice}"
+    )
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -194,11 +194,10 @@ class PaliGemmaConfig:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        num_parameters = self.text_config.approximate_parameters + self.vision_config.approximate_parameters
-        if num_parameters > MAX_PARAMETERS:
+        if self.approximate_parameters > MAX_PARAMETERS:
             raise ValueError(
-                f"the sizes make about {num_parameters:.2g} parameters; allowed are {MAX_PARAMETERS:.2g}, and the "
-                "largest PaliGemma has 2.8e+10"
+                f"the sizes make about {self.approximate_parameters:.2g} parameters; allowed are {MAX_PARAMETERS:.2g}, "
+                "and the largest PaliGemma has 2.8e+10"
             )
         token_ids = {
             "image_token_index": self.image_token_index,
@@ -209,6 +208,11 @@ class PaliGemmaConfig:
         for name, token_id in token_ids.items():
             if not _is_number(token_id, Integral) or token_id < 0:
                 raise ValueError(f"{name} is {token_id!r}; it must be a whole number, 0 or above")
+
+    @property
+    def approximate_parameters(self) -> int:
+        """Weights of both halves' matrices."""
+        return self.text_config.approximate_parameters + self.vision_config.approximate_parameters
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> PaliGemmaConfig:

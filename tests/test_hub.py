@@ -138,8 +138,8 @@ def truncate(name: str) -> Callable[[World], None]:
     return prepare
 
 
-def small(world: World) -> None:
-    world.set(memory, "of_device", lambda device: memory.Memory(total=2 * 10**9, available=10**5))
+def have_memory(total: int, available: int) -> Callable[[World], None]:
+    return lambda world: world.set(memory, "of_device", lambda device: memory.Memory(total, available))
 
 
 OTHER, REVISION, HALF = ["--model", "owner/other"], ["--revision", "v9"], ["--dtype", "float16"]
@@ -238,10 +238,11 @@ CASES: dict[str, tuple[Callable[[World], object], list[str], str]] = {
     "broken tokenizer": (truncate("tokenizer.json"), [], r"tokenizer\.json cannot be read as a tokenizer"),
     "index that leads out": (cut_index, [], r"must name \.safetensors files that lie beside it; it names \.\./"),
     "memory too small": (
-        small,
+        have_memory(2 * 10**9, 10**5),
         HALF,
-        r"need 0\.\d\d GB of memory as float16 on cpu, and 0\.00 GB of 2\.00 GB are free",
+        r"need 0\.\d\d GB of memory as float16 on cpu, and 0\.00 GB of 2\.00 GB are free; ask for .*float32, which",
     ),
+    "memory far too small": (have_memory(10**5, 10**5), HALF, r"weights of owner/model need 0\.\d\d GB .* are free"),
 }
 # What is known before the weights come is said before they come.
 BEFORE_THE_WEIGHTS = set(CASES) - {
@@ -297,7 +298,13 @@ def test_the_bundled_model_really_answers_instead(world, bundled, picture_file):
     upload = {"path": str(picture_file), "meta": {"_type": "gradio.FileData"}}
     events = list(app.answer_over_api((host,), upload, "caption en", 4, 0, 0, 1))
     assert events[-1]["finish_reason"] and events[-1]["text"]
-    assert host.describe()["state"] == "ready" and "gated" in host.describe()["message"]
+    described = host.describe()
+    assert (described["name"], described["answered_by"], described["state"]) == (
+        "owner/model",
+        app.BUNDLED_NAME,
+        "ready",
+    )
+    assert "gated" in described["message"]
 
 
 def test_the_command_line_asks_the_hub_of_the_environment(world, picture_file, tmp_path):

@@ -17,8 +17,9 @@ class TokenlessFormatter(logging.Formatter):
 
 
 def set_up() -> None:
-    """Send the program's log to stderr, and leave out what its HTTP client says of every request."""
+    """Send the program's log to stderr, and leave out what HTTP clients say of every request."""
     handler = logging.StreamHandler()
     handler.setFormatter(TokenlessFormatter(LINE))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for client in ("httpx", "httpx2"):  # Gradio's and huggingface_hub's
+        logging.getLogger(client).setLevel(logging.WARNING)

@@ -84,6 +84,7 @@ class ModelHost:
         model = self.model
         return {
             "name": self.name,
+            "answered_by": self.model_name if model else None,
             "revision": model.revision if model else None,
             "state": self.state,
             "message": words.spoken(self.notice),
