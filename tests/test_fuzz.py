@@ -1,0 +1,228 @@
+"""Values that nobody thought of (hypothesis): each is answered or refused with the errors that are documented."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from typing import Any
+
+import gradio as gr
+import hostile_files as files
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from test_app import ask, decoded, ready_host, upload
+from test_view import VERSIONS, make_run
+
+import app
+import paligemma
+from paligemma.generation import NonFiniteLogitsError
+from paligemma.parsing import parse
+from paligemma.view import events, export, objects
+from paligemma.view.models import ModelHost
+from paligemma.view.picture import FORMATS, decode_picture
+from paligemma.view.runner import show_again
+from paligemma.view.visit import Visit
+
+# A hosted run repeats the same examples; elsewhere they are new ones each time.
+settings.register_profile(
+    "fuzz",
+    deadline=None,
+    database=None,
+    derandomize=os.environ.get("CI") == "true",
+    suppress_health_check=list(HealthCheck),
+)
+settings.load_profile("fuzz")
+
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "F", "I;16")
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=40)
+ANY_NUMBER = st.one_of(st.integers(), st.integers(-(10**400), 10**400), st.floats(), st.booleans())
+ANY_VALUE = st.one_of(st.none(), ANY_NUMBER, ANY_TEXT, st.lists(ANY_NUMBER), st.dictionaries(ANY_TEXT, ANY_NUMBER))
+ANY_JSON = st.recursive(
+    st.one_of(st.none(), ANY_NUMBER, ANY_TEXT),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(ANY_TEXT, inner, max_size=4)),
+    max_leaves=8,
+)
+ANY_PROMPT = st.one_of(ANY_TEXT, ANY_TEXT, ANY_TEXT, ANY_VALUE)
+GOOD_REQUESTS = st.fixed_dictionaries(
+    {
+        "max_new_tokens": st.integers(1, 3),
+        "temperature": st.one_of(st.just(0), st.floats(0, 100)),
+        "top_k": st.integers(0, 10),
+        "top_p": st.one_of(st.just(1), st.floats(0.001, 1)),
+        "seed": st.one_of(st.none(), st.integers(0, 2**63 - 1)),
+        "top_n": st.integers(1, 50),
+        "forced_ids": st.lists(st.integers(0, 50), max_size=3),
+        "time_limit": st.one_of(st.none(), st.floats(0.1, 10)),
+    }
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """What a careful client sends, in which at most one value is odd: two would hide one another."""
+    request = draw(GOOD_REQUESTS)
+    odd = draw(st.sampled_from((*[None] * len(request), *request)))
+    return request | ({odd: draw(ANY_VALUE)} if odd else {})
+
+
+@st.composite
+def images(draw: st.DrawFn) -> Image.Image:
+    """Noise of any mode and a small size, with the metadata that a file may bring."""
+    image = Image.new(draw(st.sampled_from(MODES)), (draw(st.integers(1, 40)), draw(st.integers(1, 40))))
+    image.frombytes(np.random.default_rng(draw(st.integers(0, 99))).bytes(len(image.tobytes())))
+    values = st.one_of(st.binary(max_size=20), st.integers(-1, 300), st.tuples(st.integers(0, 255)))
+    image.info = draw(st.dictionaries(st.sampled_from(("transparency", "exif", "xmp", "dpi")), values))
+    return image
+
+
+@st.composite
+def altered(draw: st.DrawFn, file: bytes) -> bytes:
+    """A file with some bytes changed, left out or put in."""
+    changed = bytearray(file)
+    for _ in range(draw(st.integers(1, 6))):
+        start = draw(st.integers(0, len(changed)))
+        length = draw(st.sampled_from((0, 1, 1, 1, 4, len(changed))))
+        changed[start : start + length] = draw(st.binary(max_size=4))
+    return bytes(changed)
+
+
+# Pictures, prompts, numbers
+
+
+@pytest.fixture(scope="module")
+def host(tiny_checkpoint) -> ModelHost:
+    return ready_host(paligemma.load(tiny_checkpoint), "tiny")
+
+
+@settings(max_examples=150)
+@given(image=images(), prompt=ANY_PROMPT, request=requests())
+def test_the_library_answers_or_raises_what_it_says(host, image, prompt, request):
+    try:
+        steps = list(itertools.islice(host.model.stream(image, prompt, **request), 3))
+    except (ValueError, NonFiniteLogitsError) as error:
+        assert str(error)
+        return
+    assert "".join(step.text_delta for step in steps) == steps[-1].text
+    for step in steps:
+        assert 0 <= step.prob <= 1 and 0 <= step.sampled_prob <= 1 and math.isfinite(step.logit) and step.rank >= 1
+        assert sum(candidate.prob for candidate in step.top) <= 1 + 1e-9
+
+
+@settings(max_examples=150)
+@given(prompt=ANY_PROMPT, request=requests())
+def test_the_page_and_the_api_answer_or_say_what_is_wrong(host, picture_file, prompt, request):
+    on_page = {name: value for name, value in request.items() if name not in ("forced_ids", "time_limit")}
+    visit = Visit((host,))
+    ask(visit, picture_file, prompt, **on_page)
+    news = list(app.answer_on_page(visit))
+    assert all(one.encode() for one in news if isinstance(one, str))
+    assert decoded(news[-1]).notice["kind"] in ("done", "error")
+    try:
+        assert json.dumps(
+            list(app.answer_over_api((host,), upload(picture_file), prompt, **request))[-1], allow_nan=False
+        )
+    except gr.Error as error:
+        assert error.message
+
+
+FILES = [files.saved(files.RGB, format_name) for format_name in FORMATS]
+FILES += [files.turned(6), files.with_palette_transparency(), files.animation("GIF", 3), files.animation("WEBP", 3)]
+FILES += [files.saved(files.RGB.convert("F"), "TIFF"), files.saved(files.RGB, "TIFF", compression="tiff_lzw")]
+
+
+@settings(max_examples=300)
+@given(file=st.sampled_from(FILES).flatmap(altered))
+def test_a_damaged_picture_is_read_or_refused(file):
+    try:
+        image = decode_picture(file)
+    except ValueError as error:
+        assert str(error)
+        return
+    assert image.mode == "RGB" and not image.info
+
+
+# Answers of a model
+
+LOCATION = st.integers(0, 1023).map("<loc{:04d}>".format)
+PIECES = st.one_of(
+    LOCATION,
+    st.integers(0, 9999).map("<loc{:04d}>".format),
+    st.lists(LOCATION, min_size=4, max_size=4).map(lambda box: "".join((*sorted(box), " cat"))),
+    st.integers(0, 999).map("<seg{:03d}>".format),
+    st.sampled_from((" ; ", ";", " cat", "<loc", "<seg", ">", "\n", "<loc0001>" * 4, "<seg001>" * 16, "</s>")),
+    ANY_TEXT,
+)
+
+
+@settings(max_examples=300)
+@given(pieces=st.lists(PIECES, max_size=30), width=st.integers(1, 10**7), height=st.integers(1, 10**7))
+def test_any_text_is_parsed_whole_and_while_it_grows(pieces, width, height):
+    text = "".join(pieces)
+    parsed = parse(text, width, height)
+    for found in parsed.detections:
+        x_min, y_min, x_max, y_max = found.box
+        assert 0 <= x_min <= x_max < width and 0 <= y_min <= y_max < height
+        assert ";" not in found.label and not found.growing and len(found.seg or ()) in (0, 16)
+    spans = sorted(one.span for one in (*parsed.detections, *parsed.problems))
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
+    assert all(text[slice(*one.span)] == one.text and one.reason for one in parsed.problems)
+    closed: list = []
+    for end in itertools.accumulate(map(len, pieces)):
+        growing = [one for one in parse(text[:end], width, height, ended=False).detections if not one.growing]
+        assert growing[: len(closed)] == closed  # what is closed stays as it is
+        closed = growing
+
+
+@settings(max_examples=60)
+@given(pieces=st.lists(PIECES, max_size=12))
+def test_any_answer_is_listed_and_sent(pieces):
+    run = make_run(1, *pieces)
+    assert json.dumps(objects.object_list(run), allow_nan=False)
+    assert json.dumps(events.detections(run.steps, run.picture.size), allow_nan=False)
+
+
+# Imported runs
+
+RUN = export.write_run(make_run(1, "▁a", "<loc0001>"), VERSIONS)
+
+
+def places(value: Any, path: tuple = ()) -> list[tuple]:
+    """The path of every value in a JSON document."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, item in inner for place in places(item, (*path, key)))]
+
+
+@st.composite
+def altered_runs(draw: st.DrawFn) -> bytes:
+    """A file whose values were changed, dropped or swapped."""
+    document = {"whole": json.loads(RUN)}
+    for _ in range(draw(st.integers(1, 3))):
+        *folders, name = draw(st.sampled_from(places(document)[1:]))
+        holder: Any = document
+        for folder in folders:
+            holder = holder[folder]
+        if draw(st.booleans()) and isinstance(holder, dict) and folders:
+            del holder[name]
+        else:
+            near = st.sampled_from(list(holder.values()) if isinstance(holder, dict) else holder)
+            holder[name] = draw(st.one_of(ANY_JSON, near))
+    return json.dumps(document["whole"]).encode("utf-8", "surrogatepass")
+
+
+@settings(max_examples=300)
+@given(file=st.one_of(altered_runs(), altered(RUN.encode()), ANY_JSON.map(lambda value: json.dumps(value).encode())))
+def test_a_run_is_imported_and_shown_or_refused(host, file):
+    try:
+        run = export.read_run(file, 1)
+    except ValueError as error:
+        assert len(str(error)) < 1000
+        return
+    visit = Visit((host,))
+    assert app._news(visit, show_again(host, visit, visit.history.add(run))).encode()
+    again = export.read_run(export.write_run(run, VERSIONS).encode(), 1)
+    assert again.steps == run.steps and again.request == run.request
