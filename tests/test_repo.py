@@ -14,7 +14,7 @@ from paligemma.__main__ import build_parser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DISTRIBUTIONS = {"PIL": "pillow", "resvg_py": "resvg-py"}
+DISTRIBUTIONS = {"PIL": "pillow", "gradio_client": "gradio", "resvg_py": "resvg-py"}
 REQUIREMENT_FILES = ("requirements.txt", "paligemma/scripts/requirements.txt", "tests/requirements.txt")
 
 
@@ -129,7 +129,7 @@ def test_what_is_imported_is_required():
         assert third_party_imports(path) <= needed, path.name
     needed |= requirements("tests/requirements.txt").keys()
     for path in (ROOT / "tests").glob("*.py"):
-        assert third_party_imports(path) - {"gradio-client"} <= needed, path.name  # gradio brings its client
+        assert third_party_imports(path) <= needed, path.name
 
 
 def test_nothing_reads_a_pickle_or_runs_foreign_code():
