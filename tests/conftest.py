@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from paligemma.masks import MaskDecoder
 from paligemma.scripts.tiny_tokenizer import build_tiny_tokenizer
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+# Uploads are named by their content, and an app that ends deletes its own: so no two test runs may share a folder.
+_uploads = tempfile.TemporaryDirectory(prefix="paligemma-tests-")
+os.environ["GRADIO_TEMP_DIR"] = _uploads.name
 torch.set_num_threads(1)  # the models are tiny: more threads only wait for one another
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -14,7 +14,7 @@ from paligemma.__main__ import build_parser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DISTRIBUTIONS = {"PIL": "pillow", "gradio_client": "gradio", "resvg_py": "resvg-py"}
+DISTRIBUTIONS = {"PIL": "pillow", "gradio_client": "gradio", "mcp": "gradio", "resvg_py": "resvg-py"}
 REQUIREMENT_FILES = ("requirements.txt", "paligemma/scripts/requirements.txt", "tests/requirements.txt")
 
 
