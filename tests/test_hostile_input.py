@@ -392,6 +392,11 @@ def test_a_wrong_input_of_a_call_is_answered_in_words(server, inputs, name):
     assert message in error_of(events) and "passwd" not in events
 
 
+def test_of_an_upload_only_the_stored_file_counts(server, inputs):
+    events = call(server, [{**inputs[0], "url": "data:text/html;base64,AAAA"}, *inputs[1:]])
+    assert '"finish_reason": "eos"' in events
+
+
 @pytest.mark.parametrize("count", [0, 3])
 @pytest.mark.parametrize("name", ["generate", "inspect"])
 def test_missing_inputs_are_answered_in_words(server, inputs, name, count):
