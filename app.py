@@ -708,6 +708,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", help="the hub's branch, tag or commit")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
+    parser.add_argument("--quantize", help="int8: smaller and faster, a little less exact (default: off)")
     parser.add_argument(
         "--mask-decoder",
         type=Path,
@@ -736,9 +737,9 @@ def _bundled_host(arguments: argparse.Namespace) -> ModelHost:
     if not (folder / "config.json").is_file():
         return ModelHost("no model", None)
     # Named models may ask for a device or a type that is not to be had; as their stand-in this one asks for neither.
-    wanted = {} if arguments.model else {"device": arguments.device, "dtype": arguments.dtype}
-    revision = None if arguments.model else arguments.revision
-    load = partial(paligemma.load, None, revision, **wanted)
+    own = ("revision", "device", "dtype", "quantize")
+    wanted = {} if arguments.model else {name: getattr(arguments, name) for name in own}
+    load = partial(paligemma.load, None, **wanted)
     return ModelHost(BUNDLED_NAME, load, _mask_decoders(folder, None if arguments.model else arguments.mask_decoder))
 
 
@@ -747,7 +748,7 @@ def _make_host(source: str, arguments: argparse.Namespace, bundled: ModelHost) -
     is_folder = folder.is_dir()
     return ModelHost(
         folder.resolve().name if is_folder else source,
-        partial(paligemma.load, source, arguments.revision, arguments.device, arguments.dtype),
+        partial(paligemma.load, source, arguments.revision, arguments.device, arguments.dtype, arguments.quantize),
         _mask_decoders(folder, arguments.mask_decoder),
         None if is_folder else fetch_vae_oid,
         fallback=bundled,

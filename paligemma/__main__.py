@@ -13,6 +13,7 @@ from PIL import Image
 import paligemma
 from paligemma.checkpoint import DTYPES, Progress
 from paligemma.generation import MAX_TOP_N, GenerationOptions, Sampling, Step
+from paligemma.quantize import QUANTIZATIONS
 
 FAILURE, INTERRUPTED = 1, 128 + signal.SIGINT
 
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", help="the hub's branch, tag or commit")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="(default: %(default)s)")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="smaller and faster, a little less exact")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest; 0: all (default)")
@@ -78,7 +80,12 @@ def answer(chosen: argparse.Namespace) -> None:
     """Load the model and print the answer while it is made."""
     with open_picture(chosen.picture) as image:
         vlm = paligemma.load(
-            chosen.model, chosen.revision, chosen.device, chosen.dtype, progress=report_progress(sys.stderr.isatty())
+            chosen.model,
+            chosen.revision,
+            chosen.device,
+            chosen.dtype,
+            chosen.quantize,
+            progress=report_progress(sys.stderr.isatty()),
         )
         steps = vlm.stream(
             image,

@@ -14,10 +14,11 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from torch.overrides import TorchFunctionMode
 from paligemma import hub, memory
 from paligemma.config import PaliGemmaConfig
 from paligemma.hub import CONFIG_FILE, CheckpointError, Progress, gigabytes
+from paligemma.linears import ExactPreparation, PreparedLinear, can_pack, decoder_maps, put_in_place
 from paligemma.modeling import PaliGemmaForConditionalGeneration
+from paligemma.quantize import Int8Preparation, QuantizedStore, checked_quantization
 
 BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "assets" / "demo"
 SINGLE_FILE = "model.safetensors"
@@ -474,7 +477,81 @@ def load_model(
         CheckpointError: for files that are missing, damaged, or not what config.json describes, and where memory is
             too small; before any weight takes some. ValueError: for a device or type that is not there.
     """
+    model, tensors, device, dtype = _open(Path(folder), device, dtype)
+    _fill(model, tensors, device, dtype, _Counter(progress, tensors.values()))
+    return model.requires_grad_(trainable).eval()
+
+
+def load_prepared(
+    folder: str | Path,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    quantize: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[PaliGemmaForConditionalGeneration, str]:
+    """Load a checkpoint's model to answer with and nothing else, as fast as this machine can.
+
+    Where a faster kernel than the plain product is known, the decoder's linear maps and the head become
+    `PreparedLinear`s, a layer at a time, each read from the file for itself alone, so that no more than the prepared
+    weights and one layer are held. Such a model cannot be trained, moved or saved.
+
+    Args:
+        quantize: None: computes with the loaded values. "int8": with int8 weights in the decoder and the head.
+        folder, device, dtype, progress: see `load_model`; so are the errors.
+
+    Returns:
+        The model, and what computes, such as "bfloat16 (packed for oneDNN)".
+    """
     folder = Path(folder)
+    model, tensors, device, dtype = _open(folder, device, dtype)
+    groups = decoder_maps(model.config.text_config.num_hidden_layers)
+    sources = {
+        part: tensors[_weight_name(part)] for maps in groups.values() for parts in maps.values() for part in parts
+    }
+    preparation = _preparation(quantize, list(sources.values()), folder, device, dtype)
+    if preparation is None:
+        _fill(model, tensors, device, dtype, _Counter(progress, tensors.values()))
+        return model.requires_grad_(False).eval(), _name_of(dtype)
+    counter = _Counter(progress, [*tensors.values(), tensors[EMBEDDING]])  # which is read as the head, too
+    _fill(model, tensors, device, dtype, counter, left_out={*map(_weight_name, sources)} - {EMBEDDING})
+    model.hidden_dtype = preparation.hidden_dtype
+    for group, maps in groups.items():
+        weights = {name: partial(_read_joined, [sources[part] for part in parts]) for name, parts in maps.items()}
+        with _disk_errors_in_words(folder):
+            prepared = preparation.make(group, weights)
+        for name, linear in prepared.items():
+            put_in_place(model.language_model, name, linear, maps[name])
+            counter.add(*(sources[part] for part in maps[name]))
+    return model.requires_grad_(False).eval(), preparation.backend
+
+
+def _preparation(
+    quantize: str | None, weights: Collection[StoredTensor], folder: Path, device: torch.device, dtype: torch.dtype
+) -> ExactPreparation | Int8Preparation | None:
+    """What prepares the weights; None where the model computes with them as they are."""
+    numbers = [prod(weight.shape) for weight in weights]
+    needed = sum(numbers) + max(numbers)  # of which one is there twice while it is prepared
+    if checked_quantization(quantize):
+        _require_memory(needed, device, torch.int8, str(folder), None)
+        return Int8Preparation(QuantizedStore.of_files(weight_files(folder)), device)
+    if not can_pack(device, dtype):
+        return None
+    machine = memory.of_device(device)
+    if machine is not None and needed * dtype.itemsize > machine.available:
+        log.warning("the weights of %s are used as they are: to pack them, too little memory is free", folder)
+        return None
+    return ExactPreparation()
+
+
+def _weight_name(linear: str) -> str:
+    """The stored tensor of one of the language model's linear maps."""
+    return EMBEDDING if linear == "lm_head" else f"language_model.{linear}.weight"
+
+
+def _open(
+    folder: Path, device: str | torch.device, dtype: str | torch.dtype
+) -> tuple[PaliGemmaForConditionalGeneration, dict[str, StoredTensor], torch.device, torch.dtype]:
+    """The empty model, its tensors in the files, checked to fit, and where and in what type to load them."""
     device, wanted = resolve_device(device), resolve_dtype(dtype)
     model = empty_model(read_config(folder))
     with _disk_errors_in_words(folder):
@@ -482,12 +559,26 @@ def load_model(
         check_fit(tensors, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, folder)
         if head is not None:
             check_head(head, tensors[EMBEDDING])
-        dtype = wanted or main_dtype(tensors.values())
-        check_memory(tensors.values(), device, dtype, folder)
-        state = _read_tensors(tensors, device, dtype, progress)
-    model.load_state_dict({**state, HEAD: state[EMBEDDING]}, strict=True, assign=True)
+    return model, tensors, device, wanted or main_dtype(tensors.values())
+
+
+def _fill(
+    model: PaliGemmaForConditionalGeneration,
+    tensors: Mapping[str, StoredTensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    counter: _Counter,
+    left_out: Collection[str] = (),
+) -> None:
+    """Give the empty model its weights; those left out stay empty."""
+    kept = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    folder = tensors[EMBEDDING].file.parent
+    check_memory(kept.values(), device, dtype, folder)
+    with _disk_errors_in_words(folder):
+        state = _read_tensors(kept, device, dtype, counter)
+    empty = {name: torch.empty(tensors[name].shape, device="meta") for name in left_out}
+    model.load_state_dict({**state, **empty, HEAD: state[EMBEDDING]}, strict=True, assign=True)
     model.tie_weights()
-    return model.requires_grad_(trainable).eval()
 
 
 def read_config(folder: Path, name: str | None = None) -> PaliGemmaConfig:
@@ -574,11 +665,23 @@ def _stays_in_file(tensor: StoredTensor, device: torch.device, dtype: torch.dtyp
     return device.type == "cpu" and STORED_DTYPES[tensor.dtype] == dtype
 
 
+class _Counter:
+    """Tells `progress` how many bytes of all have been read."""
+
+    def __init__(self, progress: Progress | None, tensors: Iterable[StoredTensor]) -> None:
+        self._progress = progress
+        self._total = sum(tensor.num_bytes for tensor in tensors)
+        self._done = 0
+
+    def add(self, *tensors: StoredTensor) -> None:
+        self._done += sum(tensor.num_bytes for tensor in tensors)
+        if self._progress is not None:
+            self._progress("loading", self._done, self._total)
+
+
 def _read_tensors(
-    tensors: Mapping[str, StoredTensor], device: torch.device, dtype: torch.dtype, progress: Progress | None
+    tensors: Mapping[str, StoredTensor], device: torch.device, dtype: torch.dtype, counter: _Counter
 ) -> dict[str, Tensor]:
-    total = sum(tensor.num_bytes for tensor in tensors.values())
-    done = 0
     state: dict[str, Tensor] = {}
     for file in dict.fromkeys(tensor.file for tensor in tensors.values()):
         with safe_open(file, framework="pt") as opened:
@@ -586,17 +689,22 @@ def _read_tensors(
                 if tensor.file != file:
                     continue
                 stays = _stays_in_file(tensor, device, dtype)
-                state[name] = opened.get_tensor(tensor.key) if stays else _converted(tensor, device, dtype)
-                done += tensor.num_bytes
-                if progress is not None:
-                    progress("loading", done, total)
+                read = opened.get_tensor(tensor.key) if stays else _read_alone(tensor)
+                state[name] = read.to(device=device, dtype=dtype)
+                counter.add(tensor)
     return state
 
 
-def _converted(tensor: StoredTensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The tensor in another type or place. The file is mapped for it alone, so that its pages leave memory with it."""
+def _read_alone(tensor: StoredTensor) -> Tensor:
+    """The tensor, for which alone the file is mapped, so that its pages leave memory with it."""
     with safe_open(tensor.file, framework="pt") as opened:
-        return opened.get_tensor(tensor.key).to(device=device, dtype=dtype)
+        return opened.get_tensor(tensor.key)
+
+
+def _read_joined(tensors: Sequence[StoredTensor]) -> Tensor:
+    """Matrices with equally long rows as one, one below the other."""
+    parts = [_read_alone(tensor) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def save(model: PaliGemmaForConditionalGeneration, folder: str | Path, dtype: str | torch.dtype | None = None) -> None:
@@ -609,6 +717,8 @@ def save(model: PaliGemmaForConditionalGeneration, folder: str | Path, dtype: st
     Raises:
         CheckpointError: where the files cannot be written. What was there before is still there then.
     """
+    if any(isinstance(module, PreparedLinear) for module in model.modules()):
+        raise ValueError("this model was prepared for answering and holds no weights to save; take `load_model`'s")
     folder = Path(folder)
     stored_dtype = (resolve_dtype(dtype) if dtype is not None else None) or model.dtype
     config = dataclasses.replace(model.config, dtype=_name_of(stored_dtype))

@@ -184,18 +184,25 @@ class GemmaAttention(nn.Module):
         self.softcap = config.attn_logit_softcapping
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
+        self.sizes = (query_size, key_size, key_size)
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.qkv_proj: nn.Module | None = None  # stands for the first three, once the weights are prepared
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """(B, T, hidden) to queries (B, T, H * D), keys and values (B, T, K * D)."""
+        if self.qkv_proj is not None:
+            return self.qkv_proj(hidden_states).split(self.sizes, dim=-1)
+        return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
 
     def queries_keys_values(
         self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project (B, T, hidden) to rotated queries (B, H, T, D), rotated keys and values (B, K, T, D)."""
         queries, keys, values = (
-            projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for projected in self.project(hidden_states)
         )
         return apply_rotary_pos_emb(queries, *rotary), apply_rotary_pos_emb(keys, *rotary), values
 
@@ -229,10 +236,14 @@ class GemmaMLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_up_proj: nn.Module | None = None  # stands for the first two, once the weights are prepared
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        gate = F.gelu(self.gate_proj(hidden_states), approximate="tanh")
-        return self.down_proj(gate * self.up_proj(hidden_states))
+        if self.gate_up_proj is not None:
+            gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        return self.down_proj(F.gelu(gate, approximate="tanh") * up)
 
 
 class GemmaLayer(nn.Module):

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paligemma.kv_cache import KVCache
@@ -24,6 +25,7 @@ from paligemma.processing import PaliGemmaProcessor
 FinishReason = Literal["eos", "length", "time"]
 
 MAX_TOP_N = 50
+BLOCK = 64  # rows whose maximum is taken first when the largest logits are looked for
 MAX_SEED = 2**63 - 1
 MAX_DRAWN_SEED = 2**32 - 1  # short enough to be read aloud, and exact as a number in JavaScript
 
@@ -186,7 +188,7 @@ class Timing:
     """Seconds of one request.
 
     Attributes:
-        image_s: vision tower and projector.
+        image_s: vision tower and projector, or finding what they made of this picture before.
         first_token_s: from the request's beginning to the first Step.
         total_s: from the request's beginning to the last Step.
         tokens_per_s: tokens a second behind the first one; None when there is no second token.
@@ -225,7 +227,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tu
         The row drawn, and the probabilities it was drawn from, float64 (rows,), which sum to 1.
     """
     if sampling.temperature == 0:
-        best = int(logits.argmax())  # the first among equals
+        best = largest_rows(logits, 1)[0]
         certain = torch.zeros_like(logits, dtype=torch.float64)
         certain[best] = 1.0
         return best, certain
@@ -295,11 +297,17 @@ def draw(probabilities: Tensor, generator: torch.Generator) -> int:
 
 
 def largest_rows(logits: Tensor, count: int) -> list[int]:
-    """The `count` rows (or all) of (rows,) with the largest logits, largest first, the lower id among equals."""
-    smallest = logits.topk(min(count, logits.numel())).values[-1]
-    contenders = (logits >= smallest).nonzero().flatten()
-    order = logits[contenders].argsort(descending=True, stable=True)
-    return contenders[order[:count]].tolist()
+    """The `count` rows (or all) of (rows,) with the largest logits, largest first, the lower id among equals.
+
+    They lie in the blocks with the `count` largest maxima, so that only those are sorted.
+    """
+    blocks = F.pad(logits, (0, -logits.numel() % BLOCK), value=-math.inf).view(-1, BLOCK)
+    maxima = blocks.amax(dim=1)
+    smallest = maxima.topk(min(count, maxima.numel())).values[-1]
+    places = (maxima >= smallest).nonzero()
+    contenders = blocks[places[:, 0]].flatten()
+    order = contenders.argsort(descending=True, stable=True)[: min(count, logits.numel())]
+    return (places * BLOCK + torch.arange(BLOCK, device=places.device)).flatten()[order].tolist()
 
 
 def rank_of(logits: Tensor, row: int) -> int:
@@ -319,6 +327,7 @@ def stream(
     sampleable: Tensor,
     options: GenerationOptions,
     started: float | None = None,
+    picture_features: Callable[[Tensor], Tensor] | None = None,
 ) -> Generator[Step, None, GenerationResult]:
     """Answer one prompt about one picture, a Step a token.
 
@@ -334,6 +343,7 @@ def stream(
         inputs: the processor's dict for one picture and one prompt.
         sampleable: (vocab_size,), bool, from `processor.sampleable`; other rows are left out of everything.
         started: `time.perf_counter()` when the request began; None: now.
+        picture_features: what gives the picture's features, on the model's device; None: the model.
 
     Raises:
         ValueError: at the call, for a batch, for more tokens than the model has positions for, and for forced ids
@@ -343,17 +353,21 @@ def stream(
     started = perf_counter() if started is None else started
     _check_request(model, inputs["input_ids"], sampleable, options)
     answer = _Answer(processor, options, model.config.eos_token_ids, sampleable, started)
-    return _generate(model, inputs, options.max_new_tokens, answer)
+    return _generate(model, inputs, options.max_new_tokens, answer, picture_features or model.get_image_features)
 
 
 @torch.inference_mode()  # as a decorator it is entered anew at each step, which may run in another thread
 def _generate(
-    model: PaliGemmaForConditionalGeneration, inputs: Mapping[str, Tensor], max_new_tokens: int, answer: _Answer
+    model: PaliGemmaForConditionalGeneration,
+    inputs: Mapping[str, Tensor],
+    max_new_tokens: int,
+    answer: _Answer,
+    picture_features: Callable[[Tensor], Tensor],
 ) -> Generator[Step, None, GenerationResult]:
     token_ids = inputs["input_ids"].to(model.device)
-    cache = KVCache(model.config, 1, token_ids.shape[1] + max_new_tokens, model.dtype, model.device)
+    cache = KVCache(model.config, 1, token_ids.shape[1] + max_new_tokens, model.hidden_dtype, model.device)
     image_features, image_seconds = _timed(
-        lambda: model.get_image_features(inputs["pixel_values"].to(model.device)), model.device
+        lambda: picture_features(inputs["pixel_values"].to(model.device)), model.device
     )
     while True:
         output = model(token_ids, kv_cache=cache, image_features=image_features, logits_to_keep=1)
@@ -381,6 +395,7 @@ class _Answer:
         self._sampling = options.sampling.with_seed()
         self._generator = torch.Generator().manual_seed(self._sampling.seed)
         self._row_ids = sampleable.nonzero().flatten()
+        self._are_first = int(self._row_ids[-1]) == len(self._row_ids) - 1
         self._decoder = processor.stream_decoder()
         self._started = started
         self._steps: list[Step] = []
@@ -389,12 +404,13 @@ class _Answer:
         """Choose the next token from (vocab_size,) logits, on any device; forced ids come first."""
         index, top_n = len(self._steps), self._options.top_n
         # From here on a "row" counts sampleable rows only; float64, so that 250,000 probabilities sum to 1.
-        rows = logits.cpu().index_select(0, self._row_ids).double()
-        logsumexp = _checked_logsumexp(rows, index)
+        rows = self._sampleable_rows(logits.cpu()).double()
+        logsumexp, entropy = _logsumexp_and_entropy(rows, index)
         chosen, sampled = sample(rows, self._sampling, self._generator)
         if index < len(self._options.forced_ids):
             chosen = int(torch.searchsorted(self._row_ids, self._options.forced_ids[index]))
         token = self._candidate(chosen, rows, logsumexp, sampled)
+        top = largest_rows(rows, top_n)
         seconds = perf_counter() - self._started
         finish_reason = self._finish_reason(token.token_id, index + 1, seconds)
         text_delta = self._next_text(token.token_id, is_last=finish_reason is not None)
@@ -403,10 +419,10 @@ class _Answer:
             index=index,
             text_delta=text_delta,
             text=self._steps[-1].text + text_delta if self._steps else text_delta,
-            rank=rank_of(rows, chosen),
-            entropy=_entropy(rows, logsumexp),
+            rank=top.index(chosen) + 1 if chosen in top else rank_of(rows, chosen),
+            entropy=entropy,
             logsumexp=logsumexp,
-            top=tuple(self._candidate(row, rows, logsumexp, sampled) for row in largest_rows(rows, top_n)),
+            top=tuple(self._candidate(row, rows, logsumexp, sampled) for row in top),
             finish_reason=finish_reason,
             seconds=seconds,
         )
@@ -430,6 +446,10 @@ class _Answer:
             seed=self._sampling.seed,
         )
 
+    def _sampleable_rows(self, logits: Tensor) -> Tensor:
+        """A view where the others lie behind them, as in Google's checkpoints."""
+        return logits[: len(self._row_ids)] if self._are_first else logits.index_select(0, self._row_ids)
+
     def _candidate(self, row: int, rows: Tensor, logsumexp: float, sampled: Tensor) -> Candidate:
         token_id, logit = int(self._row_ids[row]), float(rows[row])
         logprob = logit - logsumexp
@@ -450,21 +470,23 @@ class _Answer:
         return "time" if time_limit is not None and seconds >= time_limit else None
 
 
-def _checked_logsumexp(rows: Tensor, index: int) -> float:
-    logsumexp = float(rows.logsumexp(dim=0))
-    # NaN or inf in one row is NaN or inf in the sum; -inf is not.
-    if not (math.isfinite(logsumexp) and math.isfinite(rows.min())):
+def _logsumexp_and_entropy(rows: Tensor, index: int) -> tuple[float, float]:
+    """log(sum(exp(logits))), and -sum(p log p) in nats (Shannon 1948), from one pass through the exponentials.
+
+    With x the logits less the largest and Z = sum(exp(x)): log p = x - log Z, so -sum(p log p) = log Z - sum(p x).
+    """
+    largest = rows.max()
+    shifted = rows - largest
+    weights = shifted.exp()
+    total = float(weights.sum())
+    # NaN or inf in one row is NaN in the sum; -inf is not.
+    if not (math.isfinite(total) and math.isfinite(shifted.min())):
         raise NonFiniteLogitsError(
             f"the model's logits for token {index} are not finite (NaN or infinity), so that no token can be chosen. "
             "float16 overflows in Gemma: load the model with dtype='bfloat16' (or 'float32'). If it is, its "
             "weights are damaged."
         )
-    return logsumexp
-
-
-def _entropy(rows: Tensor, logsumexp: float) -> float:
-    """-sum(p log p) = logsumexp - sum(p logit), in nats (Shannon 1948)."""
-    return max(0.0, logsumexp - float((rows - logsumexp).exp() @ rows))
+    return float(largest) + math.log(total), max(0.0, math.log(total) - float(weights @ shifted) / total)
 
 
 def _timed(work: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:

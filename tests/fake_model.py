@@ -42,6 +42,7 @@ class FakeModel:
         self.model = torch.nn.Linear(8, 8)
         self.config = SimpleNamespace(text_config=SimpleNamespace(final_logit_softcapping=None))
         self.device, self.dtype, self.revision, self.source = torch.device("cpu"), torch.float32, None, "bundled"
+        self.quantize, self.backend, self.num_parameters = None, "float32", 72
         self.processor = PROCESSOR
         self.requests: list[dict[str, Any]] = []
         self.closed_after: int | None = None

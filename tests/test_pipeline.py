@@ -132,11 +132,6 @@ def test_without_a_bundled_model_the_message_says_how_to_name_one(monkeypatch, t
         paligemma.load()
 
 
-def test_quantize_has_no_choice_yet(folder):
-    with pytest.raises(ValueError, match="quantize is 'int8'"):
-        paligemma.load(folder, quantize="int8")
-
-
 def test_load_passes_type_and_progress_on(folder):
     reports = []
     vlm = paligemma.load(str(folder), dtype="bfloat16", device="cpu", progress=lambda *report: reports.append(report))
@@ -168,8 +163,24 @@ def test_candidates_are_a_line_a_token(vlm, folder, picture_file, capsys):
             assert f"{candidate.piece!r} {candidate.logit:.2f} {candidate.prob:.1%}" in line
 
 
+def test_int8_can_be_asked_for(folder, picture_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = [str(picture_file), "caption en", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "4"]
+    assert command_line.main([*arguments, "--quantize", "int8"]) == 0
+    vlm = paligemma.load(folder, device="cpu", quantize="int8")
+    assert capsys.readouterr().out == vlm.generate(PICTURE, "caption en", max_new_tokens=4).text + "\n"
+
+
 @pytest.mark.parametrize(
-    "flags", [["--temperature", "-1"], ["--top-p", "2"], ["--candidates", "51"], ["--max-new-tokens", "0"], ["--bogus"]]
+    "flags",
+    [
+        ["--quantize", "int4"],
+        ["--temperature", "-1"],
+        ["--top-p", "2"],
+        ["--candidates", "51"],
+        ["--max-new-tokens", "0"],
+        ["--bogus"],
+    ],
 )
 def test_bad_usage_ends_with_2_before_anything_is_loaded(picture_file, capsys, flags):
     with pytest.raises(SystemExit) as ended:

@@ -60,7 +60,7 @@ def test_every_environment_variable_is_in_the_readme():
     names = set()
     for path in (ROOT / "app.py", *ROOT.glob("paligemma/*.py"), *ROOT.glob("paligemma/view/*.py")):
         names |= set(re.findall(r"environ(?:\.get\(|\[)\"(\w+)\"", path.read_text(encoding="utf-8")))
-    assert names == {"MODEL_ID"}
+    assert names == {"MODEL_ID", "XDG_CACHE_HOME"}
     assert all(f"`{name}`" in README for name in names)
 
 

@@ -168,7 +168,7 @@ def our_logits(
 ) -> Tensor:
     """Logits of the prefix's last rows and behind each token of the answer, which is fed as it would be generated."""
     prefix = inputs["input_ids"]
-    cache = KVCache(model.config, 1, prefix.shape[1] + len(answer), model.dtype, model.device)
+    cache = KVCache(model.config, 1, prefix.shape[1] + len(answer), model.hidden_dtype, model.device)
     rows = [model(prefix, inputs["pixel_values"], kv_cache=cache, logits_to_keep=prefix_rows)["logits"][0]]
     rows += [model(torch.tensor([[token]]), kv_cache=cache)["logits"][0] for token in answer]
     return torch.cat(rows)

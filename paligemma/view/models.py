@@ -99,7 +99,7 @@ class ModelHost:
             "revision": self.model.revision,
             "dtype": _dtype_name(self.model),
             "device": str(self.model.device),
-            "parameters": _count_parameters(self.model),
+            "parameters": self.model.num_parameters,
         }
 
     def _run(self) -> None:
@@ -148,7 +148,7 @@ class ModelHost:
     def _badge(self, model: PaliGemma) -> str:
         name = f"{self.name}@{model.revision}" if model.revision else self.name
         soft_cap = model.config.text_config.final_logit_softcapping
-        return words.model_line(name, _count_parameters(model), _dtype_name(model), str(model.device), soft_cap)
+        return words.model_line(name, model.num_parameters, model.backend, str(model.device), soft_cap)
 
     def _show_progress(self, stage: str, done: int, total: int) -> None:
         percent = f"{done / total:.0%}"
@@ -162,11 +162,7 @@ class ModelHost:
 
 
 def _dtype_name(model: PaliGemma) -> str:
-    return str(model.dtype).removeprefix("torch.")
-
-
-def _count_parameters(model: PaliGemma) -> int:
-    return sum(parameter.numel() for parameter in model.model.parameters())
+    return model.quantize or str(model.dtype).removeprefix("torch.")
 
 
 def host_named(hosts: Sequence[ModelHost], name: Any) -> ModelHost:

@@ -84,9 +84,13 @@ def failure(error: Exception) -> Notice:
     return notice("error", explain(error))
 
 
-def model_line(name: str, num_parameters: int, dtype: str, device: str, soft_cap: float | None) -> str:
-    """The badge of a loaded model; `soft_cap` is the bound of its logits, None where they have none."""
-    parts = [name, format_count(num_parameters), dtype, device]
+def model_line(name: str, num_parameters: int, backend: str, device: str, soft_cap: float | None) -> str:
+    """The badge of a loaded model.
+
+    `backend` is what computes, as in `PaliGemma.backend`; `soft_cap` is the bound of its logits, None where they have
+    none.
+    """
+    parts = [name, format_count(num_parameters), backend, device]
     if soft_cap:
         parts.append(f"logits soft-capped at ±{soft_cap:g}")
     return " · ".join(parts)
