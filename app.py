@@ -13,20 +13,31 @@ import json
 import logging
 import os
 import platform
+import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
-from functools import partial
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
+try:
+    import spaces  # on Hugging Face's ZeroGPU it lends the GPU, and it has to come before CUDA is looked at
+except ImportError:
+    spaces = None
 import gradio as gr
 import torch
+from fastapi import Request, Response
+from fastapi.responses import PlainTextResponse
+from fastapi.routing import APIRoute
 
 import paligemma
 from paligemma import checkpoint, lens
 from paligemma.masks import fetch_vae_oid
-from paligemma.view import attention, events, examples, export, logs, objects, runs, tasks, tokens, words
+from paligemma.view import attention, events, examples, export, logs, objects, runs, serving, tasks, tokens, words
 from paligemma.view.models import ModelHost, host_named
 from paligemma.view.picture import open_picture, read_picture
 from paligemma.view.requests import (
@@ -59,6 +70,9 @@ PANELS = (
 PRIVATE = {"api_visibility": "private", "show_progress": "hidden"}
 AT_ONCE = {**PRIVATE, "queue": False}
 
+# How long a visit is kept that asks for nothing: while its page is open, and (by Gradio) an hour once it is closed.
+VISIT_SECONDS = 12 * 3600
+
 Hosts = Sequence[ModelHost]
 
 log = logging.getLogger("paligemma.app")
@@ -70,7 +84,7 @@ log = logging.getLogger("paligemma.app")
 def ask(visit: Visit, picture: Any, prompt: Any, *decoding: Any) -> words.Notice:
     """Run was asked for: line up, and end what this visitor still has running."""
     visit.form = (uploaded_path(picture), prompt)
-    visit.ask(Plan(visit.picture or uploaded_path(picture), (prompt, *decoding)))
+    visit.ask(Plan(visit.asked_about(picture), (prompt, *decoding)))
     return words.notice("busy", "Waiting for its turn")
 
 
@@ -79,7 +93,7 @@ def ask_for_step(visit: Visit, picture: Any, prompt: Any, *decoding: Any) -> Any
     form = (uploaded_path(picture), prompt)
     if visit.form != form or visit.history.current is None:
         visit.form = form
-        visit.ask(Plan(visit.picture or form[0], (prompt, *decoding), stop_after=1))
+        visit.ask(Plan(visit.asked_about(picture), (prompt, *decoding), stop_after=1))
         return words.notice("busy", "Waiting for its turn")
     if not visit.control.finished:
         return gr.skip()  # it is being written
@@ -96,13 +110,13 @@ def ask_for_branch(visit: Visit, event: gr.EventData) -> Any:
 
 
 def ask_for_example(visit: Visit, event: gr.EventData, *decoding: Any) -> tuple[Any, Any, Any]:
-    """An example was chosen: (picture, prompt, notice), and its run lines up."""
+    """An example was chosen: (picture part, prompt, notice), and its run lines up."""
     example = _pick(visit.examples, _field(event, "index"))
     if example is None:
         return gr.skip(), gr.skip(), gr.skip()
-    visit.form = None
-    visit.ask(Plan(str(example.path), (example.prompt, *decoding)))
-    return str(example.path), example.prompt, words.notice("busy", "Waiting for its turn")
+    visit.form, visit.example = None, example.path
+    visit.ask(Plan(example.path, (example.prompt, *decoding)))
+    return _show_file(visit, example.path), example.prompt, words.notice("busy", "Waiting for its turn")
 
 
 def answer_on_page(visit: Visit) -> Iterator[Any]:
@@ -140,6 +154,12 @@ def send_all(visit: Visit) -> Any:
     return _news(visit, whole_page(visit.host, visit, run)) if run else gr.skip()
 
 
+def tell_line_is_full(visit: Visit) -> words.Notice:
+    """The queue took no more; nothing of the visit but what was asked for is lost."""
+    visit.control.finished = True
+    return words.notice("error", words.LINE_IS_FULL)
+
+
 def ask_to_stop(visit: Visit) -> Any:
     """Stop was asked for: the run ends behind the token that it is at."""
     if visit.control.finished:
@@ -150,23 +170,27 @@ def ask_to_stop(visit: Visit) -> Any:
 
 def show_picture(visit: Visit, upload: Any) -> tuple[Any, Any]:
     """A picture was chosen or taken away: (notice, picture part)."""
-    host, path = visit.host, uploaded_path(upload)
-    visit.picture = None
+    path = uploaded_path(upload)
+    visit.picture = visit.example = None
     if path is None:
         return gr.skip(), None
-    if host.model is None:
-        return gr.skip(), gr.skip()  # what the model sees is known once there is one
     try:
-        picture = read_picture(path, host.model.processor)
+        return gr.skip(), _show_file(visit, path)
     except Exception as error:
         return _failure(error), None
-    visit.picture = picture
-    return gr.skip(), scene_of(host, picture)
+
+
+def _show_file(visit: Visit, path: str | Path) -> Any:
+    """The picture part with this file; nothing before there is a model: only then it is known what that sees."""
+    if visit.host.model is None:
+        return gr.skip()
+    visit.picture = read_picture(path, visit.host.model.processor)
+    return scene_of(visit.host, visit.picture)
 
 
 def clear_picture(visit: Visit) -> None:
     """Another picture is wanted: the field is empty again."""
-    visit.picture = None
+    visit.picture = visit.example = None
 
 
 def write_prompt(visit: Visit, prompt: Any, event: gr.EventData) -> Any:
@@ -219,7 +243,7 @@ def look_inside(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
         for state in host.wait():
             yield state, gr.skip()
         index = read_index(_field(event, "index"))
-        found = lens.inspect(host.model, run.picture.seen, run.request["prompt"], run.token_ids, index)
+        found = host.look(lens.inspect, run.picture.seen, run.request["prompt"], run.token_ids, index)
         yield (
             words.notice("idle", "Looked inside token {number}", number=index + 1),
             attention.look(run.number, found, index),
@@ -236,7 +260,7 @@ def picture_shares(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any
         if run is None or host.model is None:
             raise ValueError(words.RUN_GONE)
         require_same_model(host, run)
-        shares = lens.picture_shares(host.model, run.picture.seen, run.request["prompt"], run.token_ids)
+        shares = host.look(lens.picture_shares, run.picture.seen, run.request["prompt"], run.token_ids)
         yield words.summary(run), {"run": run.number, "shares": attention.mean_shares(shares)}
     except Exception as error:
         yield _failure(error), gr.skip()
@@ -297,13 +321,19 @@ def show_model(visit: Visit) -> tuple[Any, Any, Any, gr.Timer]:
 
 
 def _failure(error: Exception) -> words.Notice:
-    _log(error)
-    return words.failure(error)
+    """An error as a line of the page. Its text is shown as it is: braces in it are no holes."""
+    return words.notice("error", _explain(error))
 
 
-def _log(error: Exception) -> None:
-    if not isinstance(error, ValueError):
-        log.error("a request failed", exc_info=error)
+def _explain(error: Exception) -> str:
+    """An error in words, and in the log, which gets none of what the visitor sent."""
+    if isinstance(error, ValueError | gr.Error):
+        log.info("request refused: %s", type(error).__name__)
+    else:
+        log.error("request failed: %s at %s", type(error).__name__, serving.place_of(error))
+    if isinstance(error, gr.Error):  # such as ZeroGPU's, when a visitor's quota is used up
+        return re.sub(r"<[^>]*>", "", str(error.message))
+    return words.explain(error)
 
 
 # Handlers: the HTTP API
@@ -336,15 +366,14 @@ def answer_over_api(
         for _ in host.wait():
             yield events.WAITING_EVENT
         check_prompt_length(host.model.processor, request["prompt"])
-        with closing(host.model.stream(picture, **request)) as stream:
+        with closing(host.stream(picture, **request)) as stream:
             following = Following(stream)
             for step in following:
                 if step.finish_reason is None:
                     yield events.step_event(step)
         yield events.last_event(following.result, picture.size, host.mask_decoder)
     except Exception as error:
-        _log(error)
-        raise gr.Error(words.explain(error), print_exception=False) from error
+        raise gr.Error(_explain(error), print_exception=False) from None
 
 
 def inspect_over_api(
@@ -364,10 +393,9 @@ def inspect_over_api(
         for _ in host.wait():
             yield None
         check_prompt_length(host.model.processor, prompt)
-        yield attention.inspection_event(lens.inspect(host.model, picture, prompt, ids, place), place)
+        yield attention.inspection_event(host.look(lens.inspect, picture, prompt, ids, place), place)
     except Exception as error:
-        _log(error)
-        raise gr.Error(words.explain(error), print_exception=False) from error
+        raise gr.Error(_explain(error), print_exception=False) from None
 
 
 class Page(gr.Blocks):
@@ -382,8 +410,7 @@ class Page(gr.Blocks):
         except ValueError:  # inputs are missing, are of another shape, or name a file that was not uploaded
             raise gr.Error(words.WRONG_INPUTS, print_exception=False) from None
         except Exception as error:
-            _log(error)
-            raise gr.Error(words.explain(error), print_exception=False) from None
+            raise gr.Error(_explain(error), print_exception=False) from None
 
 
 # Components
@@ -495,9 +522,11 @@ def _buttons() -> Buttons:
     return Buttons(run, step, stop)
 
 
-def _decoding_controls() -> tuple[gr.Slider, gr.Slider, gr.Slider, gr.Slider, gr.Number, gr.Slider]:
+def _decoding_controls(most_tokens: int) -> tuple[gr.Slider, gr.Slider, gr.Slider, gr.Slider, gr.Number, gr.Slider]:
     with gr.Accordion("Decoding", open=False, elem_id="decoding"):
-        max_new_tokens = gr.Slider(1, 512, value=128, step=1, label="Largest number of new tokens")
+        max_new_tokens = gr.Slider(
+            1, most_tokens, value=min(128, most_tokens), step=1, label="Largest number of new tokens"
+        )
         temperature = gr.Slider(0, 2, value=0, step=0.05, label="Temperature", info="0 takes the likeliest token")
         top_k = gr.Slider(0, 100, value=0, step=1, label="Top-k", info="0 keeps all")
         top_p = gr.Slider(0.01, 1, value=1, step=0.01, label="Top-p", info="1 keeps all")
@@ -507,7 +536,7 @@ def _decoding_controls() -> tuple[gr.Slider, gr.Slider, gr.Slider, gr.Slider, gr
     return max_new_tokens, temperature, top_k, top_p, seed, top_n
 
 
-def _ask_column() -> tuple[Form, Buttons, gr.HTML, gr.HTML, gr.HTML]:
+def _ask_column(most_tokens: int) -> tuple[Form, Buttons, gr.HTML, gr.HTML, gr.HTML]:
     """What a person gives: (form, buttons, picture part, task chips, notice)."""
     with gr.Column(elem_id="ask", min_width=300):
         with gr.Column(elem_classes="card"):
@@ -519,7 +548,7 @@ def _ask_column() -> tuple[Form, Buttons, gr.HTML, gr.HTML, gr.HTML]:
             buttons = _buttons()
             welcome = words.notice("idle", "Choose a picture, write a prompt, press Enter.")
             notice = part("notice", welcome, follows=True, elem_id="notice")
-            decoding = _decoding_controls()
+            decoding = _decoding_controls(most_tokens)
     return Form(picture, prompt, *decoding), buttons, scene_part, task_chips, notice
 
 
@@ -574,23 +603,23 @@ def _runs_panel() -> tuple[gr.HTML, gr.Button, gr.UploadButton]:
 
 def build_app(*hosts: ModelHost) -> gr.Blocks:
     """The page and the HTTP API for these models, the first one first. Nothing is launched or loaded here."""
-    shelf = examples.load_examples(ASSETS / "examples")
+    shelf, limits = examples.load_examples(ASSETS / "examples"), hosts[0].limits
     with Page(
         title="PaliGemma, token by token", analytics_enabled=False, delete_cache=(600, 3600), fill_width=True
     ) as app:
         badge, models = _header(hosts)
         with gr.Row(elem_id="main"):
-            form, buttons, scene_part, task_chips, notice = _ask_column()
+            form, buttons, scene_part, task_chips, notice = _ask_column(limits.max_new_tokens)
             answer = _answer_column()
             example_chips = _examples_column(shelf)
         parts = Parts(badge, models, task_chips, notice, example_chips, scene_part, **answer)
-        visit = gr.State(Visit(hosts, shelf))
+        visit = gr.State(Visit(hosts, shelf), time_to_live=VISIT_SECONDS, delete_callback=ask_to_stop)
         _wire_runs(visit, form, buttons, parts)
         _wire_form(visit, form, parts)
         _wire_answer(visit, parts)
         _wire_model_state(app, visit, parts)
         _wire_api(hosts, form)
-    return app.queue(default_concurrency_limit=1, max_size=16)
+    return app.queue(default_concurrency_limit=1, max_size=limits.waiting)
 
 
 def _wire_runs(visit: gr.State, form: Form, buttons: Buttons, parts: Parts) -> None:
@@ -598,21 +627,37 @@ def _wire_runs(visit: gr.State, form: Form, buttons: Buttons, parts: Parts) -> N
     # Without preprocessing the upload arrives as a checked path, unopened, and numbers as they were sent: opening
     # the one is up to open_picture, and reading the others to read_request.
     unopened = {"preprocess": False, **AT_ONCE}
+    noticed = [visit, parts.notice]
+    # The place in the queue goes to the notice, whose script puts it in words.
+    queued = {**PRIVATE, **MODEL_QUEUE, "show_progress": "minimal", "show_progress_on": parts.notice}
     asked = [
-        gr.on([form.prompt.submit, buttons.run.click], ask, [visit, *form], parts.notice, **unopened),
-        buttons.step.click(ask_for_step, [visit, *form], parts.notice, **unopened),
-        parts.inspector.branch(ask_for_branch, visit, parts.notice, **AT_ONCE),
+        gr.on([form.prompt.submit, buttons.run.click], _renew(ask), [visit, *form], noticed, **unopened),
+        buttons.step.click(_renew(ask_for_step), [visit, *form], noticed, **unopened),
+        parts.inspector.branch(_renew(ask_for_branch), visit, noticed, **AT_ONCE),
         parts.examples.select(
-            ask_for_example,
+            _renew(ask_for_example),
             [visit, *form.decoding],
-            [form.picture, form.prompt, parts.notice],
+            [visit, parts.scene, form.prompt, parts.notice],
             **unopened,
         ),
     ]
     for event in asked:
-        event.then(answer_on_page, visit, parts.news, trigger_mode="multiple", **MODEL_QUEUE, **PRIVATE)
+        answer = event.then(answer_on_page, visit, parts.news, trigger_mode="multiple", **queued)
+        # Errors of a run become lines of the page, so a failure means that the queue did not take it.
+        answer.failure(tell_line_is_full, visit, parts.notice, **AT_ONCE)
     # Gradio's own `cancels` ignores Run until the running step is over, and then reports an error.
     buttons.stop.click(ask_to_stop, visit, parts.notice, **AT_ONCE)
+
+
+def _renew(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler with the visit before its outputs: Gradio counts a visit's age from when it was last given back."""
+
+    @wraps(handler)
+    def handle(visit: Visit, *arguments: Any, **event: Any) -> tuple[Any, ...]:
+        outputs = handler(visit, *arguments, **event)
+        return (visit, *outputs) if isinstance(outputs, tuple) else (visit, outputs)
+
+    return handle
 
 
 def _wire_form(visit: gr.State, form: Form, parts: Parts) -> None:
@@ -720,7 +765,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_hosts(arguments: argparse.Namespace) -> list[ModelHost]:
+def make_hosts(arguments: argparse.Namespace, limits: serving.Limits | None = None) -> list[ModelHost]:
     """A host for each model that the command line names; nothing is loaded yet.
 
     The bundled model answers where one of them cannot be loaded. Raises ValueError for a model or a mask decoder that
@@ -728,22 +773,23 @@ def make_hosts(arguments: argparse.Namespace) -> list[ModelHost]:
     """
     if arguments.mask_decoder and not arguments.mask_decoder.is_file():
         raise ValueError(f"--mask-decoder is {str(arguments.mask_decoder)!r}, and there is no such file")
-    bundled = _bundled_host(arguments)
-    return [_make_host(name, arguments, bundled) for name in arguments.model] or [bundled]
+    how = {"limits": limits or serving.Limits(), "lend": lend_gpu if is_on_zero_gpu() else None}
+    bundled = _bundled_host(arguments, **how)
+    return [_make_host(name, arguments, bundled, **how) for name in arguments.model] or [bundled]
 
 
-def _bundled_host(arguments: argparse.Namespace) -> ModelHost:
+def _bundled_host(arguments: argparse.Namespace, **how: Any) -> ModelHost:
     folder = ASSETS / "demo"
     if not (folder / "config.json").is_file():
-        return ModelHost("no model", None)
+        return ModelHost("no model", None, **how)
     # Named models may ask for a device or a type that is not to be had; as their stand-in this one asks for neither.
     own = ("revision", "device", "dtype", "quantize")
     wanted = {} if arguments.model else {name: getattr(arguments, name) for name in own}
-    load = partial(paligemma.load, None, **wanted)
-    return ModelHost(BUNDLED_NAME, load, _mask_decoders(folder, None if arguments.model else arguments.mask_decoder))
+    mask_decoders = _mask_decoders(folder, None if arguments.model else arguments.mask_decoder)
+    return ModelHost(BUNDLED_NAME, partial(paligemma.load, None, **wanted), mask_decoders, **how)
 
 
-def _make_host(source: str, arguments: argparse.Namespace, bundled: ModelHost) -> ModelHost:
+def _make_host(source: str, arguments: argparse.Namespace, bundled: ModelHost, **how: Any) -> ModelHost:
     folder = checkpoint.local_path(source)
     is_folder = folder.is_dir()
     return ModelHost(
@@ -752,6 +798,7 @@ def _make_host(source: str, arguments: argparse.Namespace, bundled: ModelHost) -
         _mask_decoders(folder, arguments.mask_decoder),
         None if is_folder else fetch_vae_oid,
         fallback=bundled,
+        **how,
     )
 
 
@@ -760,22 +807,77 @@ def _mask_decoders(folder: Path, named: Path | None) -> list[Path]:
     return [named] if named else [folder / file for file in MASK_DECODER_FILES]
 
 
+def is_on_zero_gpu() -> bool:
+    """Whether this is a Space whose GPU is lent for one request at a time."""
+    return spaces is not None and os.environ.get("SPACES_ZERO_GPU", "").lower() in ("1", "t", "true")
+
+
+def lend_gpu(function: Callable, seconds: Callable[..., int]) -> Callable:
+    """The function in a process that has the GPU, for as many seconds as `seconds` says of the same arguments."""
+    return spaces.GPU(duration=seconds)(function)
+
+
+def start_hosts(hosts: Hosts) -> None:
+    """Load the first model in a thread; where the GPU is lent, all of them now, since later there is none to see."""
+    if not is_on_zero_gpu():
+        return hosts[0].start()
+    for host in hosts:
+        host.load_now()
+
+
+def read_sign_in(environment: Mapping[str, str]) -> list[tuple[str, str]] | None:
+    """The names and passwords of SIGN_IN, "NAME:PASSWORD", several with spaces between; None: everybody may come in.
+
+    Raises ValueError, which does not hold them, for anything else.
+    """
+    pairs = [tuple(pair.split(":", 1)) for pair in environment.get("SIGN_IN", "").split()]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise ValueError("SIGN_IN is not what is allowed: NAME:PASSWORD, or several of them with spaces between")
+    return pairs or None
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A new folder for what visitors upload, closed to other users of the machine, and removed at the end.
+
+    It lies in GRADIO_TEMP_DIR, or in the system's folder for such things.
+    """
+    parent = os.environ.get("GRADIO_TEMP_DIR")
+    if parent:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="paligemma-", dir=parent, ignore_cleanup_errors=True) as folder:
+        os.environ["GRADIO_TEMP_DIR"] = folder
+        yield Path(folder)
+
+
 def launch(app: gr.Blocks, **settings: Any) -> None:
-    """Serve the page. Nothing is shared, reported or kept beyond the visit."""
-    app.launch(
-        theme=gr.themes.Base(font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace")),
-        css_paths=[ASSETS / "page.css"],
-        head=_head(),
-        footer_links=["api"],
-        allowed_paths=[str(ASSETS / "examples")],
-        max_file_size=MAX_FILE_BYTES,
-        show_error=False,
-        enable_monitoring=False,
-        run_history=False,
-        state_session_capacity=200,
-        ssr_mode=False,
-        **settings,
-    )
+    """Serve the page. Nothing is shared, reported or kept beyond the visit.
+
+    Raises ValueError, with what to do, where the address or the port cannot be had.
+    """
+    try:
+        app.launch(
+            theme=gr.themes.Base(font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace")),
+            css_paths=[ASSETS / "page.css"],
+            head=_head(),
+            footer_links=["api"],
+            allowed_paths=[],
+            max_file_size=MAX_FILE_BYTES,
+            show_error=False,
+            enable_monitoring=False,
+            run_history=False,
+            state_session_capacity=200,
+            ssr_mode=False,
+            **settings,
+        )
+    except OSError as error:
+        if "empty port" not in str(error):
+            raise
+        port = settings.get("server_port") or os.environ.get("GRADIO_SERVER_PORT", "7860 and the hundred behind it")
+        raise ValueError(
+            f"Port {port} cannot be had: something else listens there, or the address is not this machine's. "
+            "End that, or choose another one: python app.py --port 8080"
+        ) from None
 
 
 def _head() -> str:
@@ -786,27 +888,60 @@ def _head() -> str:
     return f"<script>window.paligemmaWords = {words_text};\n{script}</script>"
 
 
-def _stop_like_ctrl_c(*_: Any) -> None:
-    raise KeyboardInterrupt
+def server_settings(hosts: Hosts) -> dict[str, Any]:
+    """What Gradio's server gets beside the page: /healthz, and words for a disk that is full.
+
+    /healthz says whether the first model is ready to answer (200) or not (503), and the state of each.
+    """
+
+    def health(response: Response) -> dict[str, Any]:
+        response.status_code = 200 if hosts[0].state == "ready" else 503
+        return {"state": hosts[0].state, "models": [{"name": host.name, "state": host.state} for host in hosts]}
+
+    def say_what_failed(request: Request, error: OSError) -> PlainTextResponse:
+        return PlainTextResponse(_explain(error), 507 if words.is_disk_full(error) else 500)
+
+    return {"routes": [APIRoute("/healthz", health)], "exception_handlers": {OSError: say_what_failed}}
+
+
+def serve(hosts: Hosts, **settings: Any) -> None:
+    """Serve the page until the process is told to end, and leave nothing behind."""
+    with private_folder():
+        app = build_app(*hosts)
+        launch(app, prevent_thread_lock=True, app_kwargs=server_settings(hosts), **settings)
+        try:
+            while True:
+                time.sleep(0.5)
+        finally:
+            # Open pages never hang up by themselves; that they are hung up on is no news.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            app.server.force_exit = True
+            app.close(verbose=False)
+
+
+def _end(*_: Any) -> None:
+    sys.exit(0)
 
 
 def main() -> None:
     parser = build_parser()
     arguments = parser.parse_args()
     logs.set_up()
-    signal.signal(signal.SIGTERM, _stop_like_ctrl_c)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
     try:
-        hosts = make_hosts(arguments)
-    except ValueError as error:
-        parser.error(str(error))
-    hosts[0].start()
-    with suppress(KeyboardInterrupt):
-        launch(
-            build_app(*hosts),
+        limits, sign_in = serving.Limits.from_environment(os.environ), read_sign_in(os.environ)
+        hosts = make_hosts(arguments, limits)
+        start_hosts(hosts)
+        serve(
+            hosts,
             server_name=arguments.host,
             server_port=arguments.port,
+            auth=sign_in,
             mcp_server=arguments.mcp or None,
         )
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

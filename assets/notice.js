@@ -9,6 +9,7 @@ part.append(dot, line);
 part.setAttribute("role", "status");
 
 let shown = read(props.value);
+let place = null;
 
 function draw() {
   const { kind, text, values, joined } = shown || { kind: "idle", text: "" };
@@ -16,12 +17,27 @@ function draw() {
   part.className = "part notice " + kind;
   part.setAttribute("aria-live", kind === "busy" ? "off" : "polite"); // not every token is spoken
   const isFilled = kind === "error" && !Object.keys(values || {}).length; // an error of the library
-  line.textContent = isFilled ? retell(text) : sentences.map(([sentence, holes]) => t(sentence, holes)).join(" · ");
+  const texts = isFilled ? [retell(text)] : sentences.map(([sentence, holes]) => t(sentence, holes));
+  if (place) texts.push(t("place {place} of {count}", { place: place[1], count: place[2] }));
+  line.textContent = texts.join(" · ");
 }
+
+// While a request waits, Gradio writes its place in the queue beside this part, as "queue: 2/3".
+function readPlace() {
+  const found = /(\d+)\/(\d+)/.exec(parent.querySelector(".progress-text")?.textContent || "");
+  if (String(found) === String(place)) return;
+  place = found;
+  draw();
+}
+
 function show(value) {
   shown = value;
   draw();
 }
 subscribe("language", draw);
 watch("value", () => show(read(props.value)));
-if (props.follows) subscribe("new notice", show);
+const parent = element.closest(".block");
+if (props.follows) {
+  subscribe("new notice", show);
+  new MutationObserver(readPlace).observe(parent, { childList: true, subtree: true, characterData: true });
+}

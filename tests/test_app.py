@@ -183,7 +183,7 @@ def test_what_was_written_stays_when_the_model_fails_half_way(picture_file, monk
     monkeypatch.setattr(model, "stream", lambda *args, **kwargs: break_after(1, written(*args, **kwargs)))
     visit = make_visit(model)
     updates = run_page(visit, picture_file)
-    assert updates[-1].notice == words.failure(RuntimeError())
+    assert "RuntimeError" in updates[-1].notice["text"] and "secret" not in updates[-1].notice["text"]
     assert shown_pieces(updates) == ["␣a"]
     assert visit.history.current.finish_reason == "stopped" and visit.control.finished
 
@@ -474,9 +474,12 @@ def test_a_picture_that_came_with_a_run_is_asked_about_like_a_chosen_one(picture
 def test_an_example_fills_the_form_in_and_runs(picture_file):
     visit = make_visit()
     visit.examples = (Example(picture_file, "detect cat", "me"),)
-    picture, prompt, _ = app.ask_for_example(visit, event(index=0), *DECODING.values())
-    assert (picture, prompt) == (str(picture_file), "detect cat")
+    scene, prompt, _ = app.ask_for_example(visit, event(index=0), *DECODING.values())
+    assert (scene["width"], prompt) == (64, "detect cat")
     assert shown_pieces(answer(visit)) == ["␣a", "␣cat", "<eos>"]
+    assert len(run_page(visit, None, "detect dog")) > 2  # its picture stays for what is asked next
+    app.clear_picture(visit)
+    assert run_page(visit, None)[-1].notice["text"] == "Choose a picture first."
     assert app.ask_for_example(visit, event(index=1), *DECODING.values()) == (gr.skip(),) * 3
 
 

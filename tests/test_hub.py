@@ -270,7 +270,7 @@ def test_a_failure_is_on_the_badge(world, case, bundled, caplog):
     arguments = app.build_parser().parse_args(
         ["--model", "owner/model", "--dtype", "float32", "--device", "cpu", *flags]
     )
-    world.set(app, "_bundled_host", lambda arguments: bundled)
+    world.set(app, "_bundled_host", lambda arguments, **_: bundled)
     (host,) = app.make_hosts(arguments)
     with caplog.at_level(logging.INFO, "paligemma"):
         host.start()
@@ -292,7 +292,7 @@ def assert_is_the_one_line(said: str, message: str) -> None:
 
 def test_the_bundled_model_really_answers_instead(world, bundled, picture_file):
     world.hub.gated = True
-    world.set(app, "_bundled_host", lambda arguments: bundled)
+    world.set(app, "_bundled_host", lambda arguments, **_: bundled)
     (host,) = app.make_hosts(app.build_parser().parse_args(["--model", "owner/model"]))
     host.start()
     upload = {"path": str(picture_file), "meta": {"_type": "gradio.FileData"}}

@@ -1,8 +1,14 @@
-"""The project as a Space: what its README tells the hub, and what `requirements.txt` would install there."""
+"""The project as a Space: what its README tells the hub, what `requirements.txt` installs, and a visit to one."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import socket
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,3 +68,69 @@ def test_the_front_matter_says_what_the_hub_needs():
     assert "Apache License" in (ROOT / "LICENSE").read_text() and card["license"] == "apache-2.0"
     assert len(card["short_description"]) <= 60  # the hub refuses longer ones
     assert all(re.fullmatch(r"google/paligemma2?-3b-mix-224", model) for model in card["models"])
+
+
+# A visit to the app, at home and on Spaces that are simulated: their environment, and only cache and /tmp to write to
+
+
+@cache
+def namespace() -> tuple[str, ...]:
+    """The command that runs another one without any network; empty where that is not allowed."""
+    for options in ("-n", "-rn"):
+        command = ("unshare", options)
+        if shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True).returncode == 0:
+            return command
+    return ()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture(scope="module", params=["home", "space", "zero"])
+def visit(request, browser, tmp_path_factory) -> dict:
+    """What came of a visit by a client and in the browser. Without a network where the machine allows that."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("Spaces run on Linux")
+    port, folder = 7860 if namespace() else free_port(), tmp_path_factory.mktemp("visit")
+    command = [*namespace(), sys.executable, str(ROOT / "tests" / "visit_app.py"), str(port), str(folder)]
+    ended = subprocess.run([*command, request.param], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    return {"port": port, "place": request.param, **json.loads(ended.stdout)}
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_a_space_answers_a_client_and_in_the_browser(visit):
+    assert visit["health"]["state"] == "ready"
+    assert visit["client"] and visit["client"].split()[0] in visit["page"]["text"]
+    address = "127.0.0.1" if visit["place"] == "home" else "0.0.0.0"
+    assert f"http://{address}:{visit['port']}" in visit["out"]
+    assert len(visit["loans"]) == (2 if visit["place"] == "zero" else 0)  # a GPU for each of the two answers
+    assert all(loan["seconds"] <= 60 and max(loan["sizes"]) < 64_000 for loan in visit["loans"])
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_a_space_ends_cleanly_and_leaves_nothing(visit):
+    assert visit["returncode"] == 0 and visit["left"] == []
+    # Without the package `spaces`, Gradio's thread for changing a running Space's code ends so.
+    of_gradio = 0 if visit["place"] == "home" else 1
+    assert visit["errors"].count("Traceback") == visit["errors"].count("is required to run hot-reloading") <= of_gradio
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_without_any_route_everything_works_and_nobody_is_called(visit):
+    if not namespace():
+        pytest.skip("this machine allows no network namespaces")
+    own = re.compile(r"None|\(?'?(127\.0\.0\.1|localhost|0\.0\.0\.0|::1?)\b.*|/.*")
+    assert [address for address in visit["connections"] if not own.fullmatch(address)] == []
+    page, here = visit["page"], ("http://127.0.0.1:7860/", "data:", "blob:")
+    elsewhere = [address for address in page["asked"] if not address.startswith(here)]
+    if visit["place"] == "home":
+        assert elsewhere == [] and page["failed"] == [] and set(page["fonts"]) <= {"loaded", "unloaded"}
+    # On a Space, Gradio puts the hub's own bar over the page, and asks for its fonts and its owner's picture.
+    assert all(address.startswith(("https://huggingface.co/", "https://fonts.g")) for address in elsewhere)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paligemma.hub import redacted
 from paligemma.masks import MaskDecoder
-from paligemma.view import words
+from paligemma.view import serving, words
 from paligemma.view.requests import quote
 
 if TYPE_CHECKING:
+    from PIL import Image
+
+    from paligemma.generation import GenerationResult, Step
     from paligemma.pipeline import PaliGemma
 
 WAIT_INTERVAL_S = 0.5
@@ -31,11 +34,14 @@ class ModelHost:
         mask_decoder_files: Iterable[Path] = (),
         fetch_mask_decoder: Callable[[], Path] | None = None,
         fallback: ModelHost | None = None,
+        limits: serving.Limits = serving.Limits(),  # noqa: B008 - it is frozen
+        lend: serving.Lend | None = None,
     ) -> None:
         """`load` is called once, with `progress` as `paligemma.load` takes it; None: there is no model to load.
 
         Of `mask_decoder_files` the first that exists is read; where none does, `fetch_mask_decoder` may bring one.
-        Without one, masks stay codes. The `fallback`'s model answers where this one cannot be loaded.
+        Without one, masks stay codes. The `fallback`'s model answers where this one cannot be loaded. `limits` hold for
+        each request. `lend` is given where the GPU is lent for one request at a time.
         """
         self.name = name
         self.model_name = name
@@ -50,6 +56,11 @@ class ModelHost:
         self._fetch_mask_decoder = fetch_mask_decoder
         self._fallback = fallback
         self._finished = threading.Event()
+        self._facts: dict[str, Any] | None = None
+        self.limits = limits
+        self._turn = threading.Lock()
+        self._lent_answer = lend(self._answer, serving.seconds_to_answer) if lend else None
+        self._look = lend(self._look_here, serving.seconds_to_look) if lend else self._look_here
         if load is None:
             self._finished.set()
 
@@ -79,33 +90,63 @@ class ModelHost:
         if self.model is None:
             raise ValueError(words.spoken(self.notice))
 
+    def load_now(self) -> None:
+        """Load in this thread, unless that was done before; returns when it is done."""
+        if self._load and not self._started:
+            self._started = True
+            self._run()
+
+    def stream(self, image: Image.Image, **request: Any) -> Generator[Step, None, GenerationResult]:
+        """`PaliGemma.stream` of the loaded model for one of several visitors; `request` has all but the picture.
+
+        Raises ValueError at the call, also for more than the limits allow; else what the model raises.
+        """
+        request = self.limits.applied(request)
+        stream = self.model.stream(image, **request)  # checks all, and runs nothing yet
+        if self._lent_answer:
+            return serving.follow(self.model_name, self._lent_answer(image, serving.within_loan(request)), self._turn)
+        return serving.follow(self.model_name, serving.items(stream), self._turn)
+
+    def look(self, into: Callable[..., Any], *arguments: Any) -> Any:
+        """A function of `paligemma.lens`, called with the loaded model and these, for one of several visitors."""
+        with serving.logged("inspection", self.model_name, []), self._turn:
+            found = self._look(into, *arguments)
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    def _answer(self, image: Image.Image, request: dict[str, Any]) -> Iterator[serving.Item]:
+        yield from serving.items(self.model.stream(image, **request))
+
+    def _look_here(self, into: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return into(self.model, *arguments)
+        except Exception as error:
+            return error
+
     def describe(self) -> dict[str, Any]:
         """The model and its state, for the API."""
-        model = self.model
+        facts = self._facts or dict.fromkeys(("revision", "device", "dtype"))
         return {
             "name": self.name,
-            "answered_by": self.model_name if model else None,
-            "revision": model.revision if model else None,
+            "answered_by": self.model_name if self.model else None,
+            "revision": facts["revision"],
             "state": self.state,
             "message": words.spoken(self.notice),
-            "device": str(model.device) if model else None,
-            "dtype": _dtype_name(model) if model else None,
+            "device": facts["device"],
+            "dtype": facts["dtype"],
         }
 
     def facts(self) -> dict[str, Any]:
         """What a run says of the model that answered; only of a loaded one."""
-        return {
-            "name": self.model_name,
-            "revision": self.model.revision,
-            "dtype": _dtype_name(self.model),
-            "device": str(self.model.device),
-            "parameters": self.model.num_parameters,
-        }
+        return dict(self._facts)
 
     def _run(self) -> None:
         try:
             model = self._load(progress=self._show_progress)
             self.mask_decoder = self._read_mask_decoder()
+            # Noted now: where a GPU is lent, it is seen only by the thread that loaded the model.
+            self._facts = _facts(self.name, model)
             self.notice = words.notice("done", self._badge(model))
             self.model = model
         except Exception as error:
@@ -125,7 +166,7 @@ class ModelHost:
         self.notice = words.notice("error", "{name} could not be loaded. {reason}", name=self.name, reason=reason)
         if self._fallback is None:
             return
-        self._fallback.start()
+        self._fallback.load_now()
         self._fallback._finished.wait()
         if self._fallback.model is None:
             return
@@ -134,6 +175,7 @@ class ModelHost:
             (self.notice["text"], self.notice["values"]),
             ("{name} answers instead", {"name": self.model_name}),
         ]
+        self._facts = self._fallback._facts
         self.model = self._fallback.model
 
     def _read_mask_decoder(self) -> MaskDecoder | None:
@@ -148,7 +190,8 @@ class ModelHost:
     def _badge(self, model: PaliGemma) -> str:
         name = f"{self.name}@{model.revision}" if model.revision else self.name
         soft_cap = model.config.text_config.final_logit_softcapping
-        return words.model_line(name, model.num_parameters, model.backend, str(model.device), soft_cap)
+        facts = self._facts
+        return words.model_line(name, facts["parameters"], model.backend, facts["device"], soft_cap)
 
     def _show_progress(self, stage: str, done: int, total: int) -> None:
         percent = f"{done / total:.0%}"
@@ -161,8 +204,14 @@ class ModelHost:
             self.notice = words.notice("busy", "Loading {name}: {percent}", name=self.name, percent=percent)
 
 
-def _dtype_name(model: PaliGemma) -> str:
-    return model.quantize or str(model.dtype).removeprefix("torch.")
+def _facts(name: str, model: PaliGemma) -> dict[str, Any]:
+    return {
+        "name": name,
+        "revision": model.revision,
+        "dtype": model.quantize or str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "parameters": model.num_parameters,
+    }
 
 
 def host_named(hosts: Sequence[ModelHost], name: Any) -> ModelHost:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 MAX_PROMPT_CHARACTERS = 2_000
 # Characters alone do not bound the work: a rare one is four tokens, and the prefix is read in one go.
 MAX_PROMPT_TOKENS = 512
-MAX_SECONDS = 600.0
 MAX_FILE_BYTES = 10 * 2**20
 # Beyond every limit of the library, and within what JSON, torch and a message can hold.
 MAX_NUMBER = 2**63 - 1
@@ -37,12 +36,10 @@ def read_request(
 ) -> dict[str, Any]:
     """The keyword arguments of `PaliGemma.stream`, all but the picture.
 
-    `seed`, `forced_ids` and `time_limit` may be None; a `seed` of "" is the page's empty field. No request gets more
-    than MAX_SECONDS.
+    `seed`, `forced_ids` and `time_limit` may be None; a `seed` of "" is the page's empty field.
 
     Raises ValueError, naming the field, for a wrong type or a prompt of more than MAX_PROMPT_CHARACTERS.
     """
-    seconds = MAX_SECONDS if time_limit is None else _real("time_limit", time_limit)
     return {
         "prompt": read_prompt(prompt),
         "max_new_tokens": _whole("max_new_tokens", max_new_tokens),
@@ -52,7 +49,7 @@ def read_request(
         "seed": None if seed in (None, "") else _whole("seed", seed),
         "top_n": _whole("top_n", top_n),
         "forced_ids": read_ids("forced_ids", forced_ids),
-        "time_limit": min(seconds, MAX_SECONDS),
+        "time_limit": None if time_limit is None else _real("time_limit", time_limit),
     }
 
 

@@ -100,7 +100,7 @@ def _write_answer(
     earlier = visit.history.find(run.number)
     shown = len(earlier.steps) if earlier else 0  # tokens that the strip has already
     drawn, shown_at = None, 0.0
-    stream = host.model.stream(run.picture.seen, **request)
+    stream = host.stream(run.picture.seen, **request)
     visit.history.add(run)
     yield _first_update(host, visit, run, is_new=earlier is None)
     with closing(stream):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paligemma.view.picture import Picture
 
 MAX_RUNS = 20
+MAX_CANDIDATES = 60_000  # some 30 MB: what a visitor may make the server keep
 TEXT_SHOWN = 200
 _CUT_TOKEN = re.compile(r"<[a-z]*\d*$")
 
@@ -88,7 +89,10 @@ class Run:
 
 
 class History:
-    """The last MAX_RUNS runs of a visit. `current` is the one on the page."""
+    """The last runs of a visit: at most MAX_RUNS, and fewer when they hold more than MAX_CANDIDATES candidates.
+
+    `current` is the one on the page.
+    """
 
     def __init__(self) -> None:
         self._runs: dict[int, Run] = {}
@@ -106,9 +110,12 @@ class History:
         """Take a run in and show it; the oldest goes when there are too many."""
         self._runs[run.number] = run
         self.current = run
-        while len(self._runs) > MAX_RUNS:
-            del self._runs[next(iter(self._runs))]
+        while len(self._runs) > MAX_RUNS or (len(self._runs) > 1 and self._num_candidates() > MAX_CANDIDATES):
+            del self._runs[next(number for number in self._runs if number != run.number)]
         return run
+
+    def _num_candidates(self) -> int:
+        return sum(len(step.top) for run in self for step in run.steps)
 
     def find(self, number: Any) -> Run | None:
         return self._runs.get(number) if isinstance(number, int) else None

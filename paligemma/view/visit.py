@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from paligemma.view.examples import Example
 from paligemma.view.models import ModelHost
 from paligemma.view.picture import Picture
+from paligemma.view.requests import uploaded_path
 from paligemma.view.runs import History, Plan
 
 
@@ -30,7 +32,8 @@ class Visit:
         plan: what the next run shall do. A run takes it; one that finds none was overtaken, and does nothing.
         control: of the newest run.
         form: picture and prompt that the current run was asked with.
-        picture: the one on the page.
+        picture: the one on the page, once a model has seen it.
+        example: the example on the page, if that is where its picture is from.
         num_downloads: so that the same file can be had twice.
         num_news: updates that the page was sent.
     """
@@ -43,6 +46,7 @@ class Visit:
     control: RunControl = field(default_factory=lambda: RunControl(finished=True))
     form: tuple[Any, ...] | None = None
     picture: Picture | None = None
+    example: Path | None = None
     num_downloads: int = 0
     num_news: int = 0
 
@@ -57,6 +61,10 @@ class Visit:
         self.control.stop_asked = True
         self.control = RunControl()
         self.plan = plan
+
+    def asked_about(self, upload: Any) -> str | Path | Picture | None:
+        """The picture of a request: the one on the page, which is the uploaded one unless it came otherwise."""
+        return self.picture or self.example or uploaded_path(upload)
 
     def take_plan(self) -> Plan | None:
         plan, self.plan = self.plan, None

@@ -7,6 +7,7 @@ comes with its holes filled; the page finds the sentence in `words.json` that it
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ NO_MODEL = (
 )
 WRONG_INPUTS = "The server cannot read this request: its inputs are not those that /gradio_api/info lists."
 RUN_GONE = "This run is no longer kept."
+DISK_IS_FULL = "The server's disk is full. Try again later; what is on the page stays."
+LINE_IS_FULL = "Too many are waiting for the model. Try again in a minute; what is on the page stays."
 FINISHED = {
     "eos": "The answer is complete",
     "length": "Stopped at the largest number of new tokens",
@@ -74,14 +77,24 @@ def explain(error: Exception) -> str:
     """An error as a sentence for the visitor: the library's own for a bad value, else none of its inner words."""
     if isinstance(error, ValueError | NonFiniteLogitsError):
         return str(error)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if is_out_of_memory(error):
         return "There was not enough memory for this request. Ask for fewer tokens, or take a smaller model."
+    if is_disk_full(error):
+        return DISK_IS_FULL
     return f"Something went wrong on the server ({type(error).__name__}). Its log says what."
 
 
-def failure(error: Exception) -> Notice:
-    """An error as a line of the page. Its text is shown as it is: braces in it are no holes."""
-    return notice("error", explain(error))
+def is_disk_full(error: Exception) -> bool:
+    """Whether there was no room for a file."""
+    return isinstance(error, OSError) and error.errno == errno.ENOSPC
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Python's own, an accelerator's, or what PyTorch raises on a CPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
 
 
 def model_line(name: str, num_parameters: int, backend: str, device: str, soft_cap: float | None) -> str:
