@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 INT8_LEVELS = 127  # symmetric: -127 to 127
+NUMBERS_AT_ONCE = 2**18  # of the rows, while they are rounded: what stays in a processor's own memory
 MAX_ROW_ERROR = 0.01  # of a kernel's answer to the check, whose int8 weights are exact
 
 
@@ -62,12 +63,18 @@ def quantize_rows(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     Returns:
         uint8, (2 * rows, features), the finer ones below, all with `levels + 1` added; and float32 steps, (rows, 1).
     """
-    largest = x.abs().amax(dim=-1, keepdim=True).float()
-    steps = largest.clamp_(min=torch.finfo(torch.float32).tiny * levels).div_(levels)
-    scaled = x / steps
-    coarse = scaled.round()
-    fine = scaled.sub_(coarse).mul_(2 * levels).round_()
-    return torch.cat((coarse, fine)).add_(levels + 1).to(torch.uint8), steps
+    numbers = torch.empty((2, *x.shape), dtype=torch.uint8)
+    steps = torch.empty((x.shape[0], 1))
+    num_rows = max(1, NUMBERS_AT_ONCE // x.shape[1])
+    for start in range(0, x.shape[0], num_rows):
+        rows = slice(start, start + num_rows)
+        largest = x[rows].abs().amax(dim=-1, keepdim=True).float()
+        steps[rows] = largest.clamp_(min=torch.finfo(torch.float32).tiny * levels).div_(levels)
+        scaled = x[rows] / steps[rows]
+        coarse = scaled.round()
+        numbers[1, rows] = scaled.sub_(coarse).mul_(2 * levels).round_().add_(levels + 1)
+        numbers[0, rows] = coarse.add_(levels + 1)
+    return numbers.flatten(0, 1), steps
 
 
 class OneDnnInt8Linear(PreparedLinear):
@@ -84,11 +91,13 @@ class OneDnnInt8Linear(PreparedLinear):
         self.packed = torch.ops.onednn.qlinear_prepack(values.contiguous(), None)
         self.scales = scales
         self.zero_points = torch.zeros(len(scales), dtype=torch.int64)
+        # What is added to the rows' numbers adds a constant to each sum; taken off here, it costs no time later.
+        self.bias = values.sum(dim=1) * scales * -(levels + 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         numbers, steps = quantize_rows(x.flatten(0, -2), self.levels)
         coarse, fine = torch.ops.onednn.qlinear_pointwise(
-            *(numbers, 1.0, self.levels + 1, self.packed, self.scales, self.zero_points, None),
+            *(numbers, 1.0, 0, self.packed, self.scales, self.zero_points, self.bias),
             *(1.0, 0, torch.float32, "none", [], ""),
         ).chunk(2)
         products = coarse.add_(fine, alpha=0.5 / self.levels).mul_(steps)
