@@ -275,14 +275,21 @@ def test_the_bundled_model_beside_the_limits(small_limits, in_this_process, caps
 
 def test_in_turns_with_transformers(tmp_path, small_limits, in_this_process, capsys):
     folder = save_layout(reference_model("paligemma1"), tmp_path / "checkpoint")
-    bench.main([str(folder), "--device", "cpu", "--against", "transformers", "--tokens", "3"])
+    flags = ["--device", "cpu", "--dtype", "bfloat16", "--quantize", "int8", "--against", "transformers"]
+    bench.main([str(folder), *flags, "--tokens", "3"])
     text, report = last_line(capsys)
     speed = report["speed"]
-    ours, *opponents = speed["speed"]
-    assert ours == "ours" and set(opponents) <= {"transformers eager", "transformers sdpa"} and opponents
+    ours, quantized, *opponents = speed["speed"]
+    assert (
+        (ours, quantized) == ("ours", "ours int8")
+        and set(opponents) <= {"transformers eager", "transformers sdpa"}
+        and opponents
+    )
+    assert set(speed["ratios"]) == {"ours", "ours int8"}
     assert set(speed["ratios"]["ours"]) == {"first_token", "token"}
+    assert [found["tower_runs"] for found in speed["second_prompt"].values()] == [0, 0]
     assert speed["ratios"]["ours"]["token"]["count"] == 5
-    assert set(speed["loading"]) == {"ours", "ours, nothing prepared", "transformers"}
+    assert set(speed["loading"]) == {"ours", "ours int8", "ours, nothing prepared", "transformers"}
     assert "x as fast as transformers" in text
 
 

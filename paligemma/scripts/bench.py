@@ -2,7 +2,7 @@
 
     python -m paligemma.scripts.bench                        the bundled model
     python -m paligemma.scripts.bench FOLDER_OR_HUB_ID --quantize int8
-    python -m paligemma.scripts.bench --size paligemma-3b --against transformers
+    python -m paligemma.scripts.bench --size paligemma-3b --against transformers --quantize int8
     python -m paligemma.scripts.bench --accuracy             what int8 costs in accuracy
     python -m paligemma.scripts.bench --curve FILE.png       over context length and resolution
 
