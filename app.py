@@ -109,12 +109,12 @@ def ask_for_branch(visit: Visit, event: gr.EventData) -> Any:
     return words.notice("busy", "Waiting for its turn") if plan else _gone()
 
 
-def ask_for_example(visit: Visit, event: gr.EventData, *decoding: Any) -> tuple[Any, Any, Any]:
+def ask_for_example(visit: Visit, event: gr.EventData, picture: Any, *decoding: Any) -> tuple[Any, Any, Any]:
     """An example was chosen: (picture part, prompt, notice), and its run lines up."""
     example = _pick(visit.examples, _field(event, "index"))
     if example is None:
         return gr.skip(), gr.skip(), gr.skip()
-    visit.form, visit.example = None, example.path
+    visit.form, visit.example = (uploaded_path(picture), example.prompt), example.path
     visit.ask(Plan(example.path, (example.prompt, *decoding)))
     return _show_file(visit, example.path), example.prompt, words.notice("busy", "Waiting for its turn")
 
@@ -287,13 +287,14 @@ def export_run(visit: Visit) -> tuple[Any, Any]:
     return gr.skip(), _download(visit, f"run-{run.number}.json", "application/json", text=text)
 
 
-def import_run(visit: Visit, upload: Any) -> Any:
-    """A run from a file, checked like any input, becomes the run on the page."""
+def import_run(visit: Visit, upload: Any, picture: Any, prompt: Any) -> Any:
+    """A run from a file, checked like any input, becomes the run on the page; the form stays as it is."""
     path = uploaded_path(upload)
     if path is None:
         return gr.skip()
     try:
         run = visit.history.add(export.read_run(read_upload(path), visit.history.next_number()))
+        visit.form = (uploaded_path(picture), prompt)
         return _news(visit, show_again(visit.host, visit, run))
     except Exception as error:
         return _news(visit, Update(_failure(error)))
@@ -616,7 +617,7 @@ def build_app(*hosts: ModelHost) -> gr.Blocks:
         visit = gr.State(Visit(hosts, shelf), time_to_live=VISIT_SECONDS, delete_callback=ask_to_stop)
         _wire_runs(visit, form, buttons, parts)
         _wire_form(visit, form, parts)
-        _wire_answer(visit, parts)
+        _wire_answer(visit, form, parts)
         _wire_model_state(app, visit, parts)
         _wire_api(hosts, form)
     return app.queue(default_concurrency_limit=1, max_size=limits.waiting)
@@ -636,7 +637,7 @@ def _wire_runs(visit: gr.State, form: Form, buttons: Buttons, parts: Parts) -> N
         parts.inspector.branch(_renew(ask_for_branch), visit, noticed, **AT_ONCE),
         parts.examples.select(
             _renew(ask_for_example),
-            [visit, *form.decoding],
+            [visit, form.picture, *form.decoding],
             [visit, parts.scene, form.prompt, parts.notice],
             **unopened,
         ),
@@ -674,7 +675,7 @@ def _wire_form(visit: gr.State, form: Form, parts: Parts) -> None:
     )
 
 
-def _wire_answer(visit: gr.State, parts: Parts) -> None:
+def _wire_answer(visit: gr.State, form: Form, parts: Parts) -> None:
     """What can be done with an answer. Tokens and candidates need no event: the strip has their numbers."""
     parts.news.resync(send_all, visit, parts.news, **AT_ONCE)
     parts.strip.shares(picture_shares, visit, [parts.notice, parts.shares], **MODEL_QUEUE, **PRIVATE)
@@ -683,7 +684,8 @@ def _wire_answer(visit: gr.State, parts: Parts) -> None:
     parts.runs.open(show_run, visit, parts.news, **AT_ONCE)
     parts.runs.compare(compare_runs, visit, parts.runs, **AT_ONCE)
     parts.export.click(export_run, visit, [parts.notice, parts.download], **AT_ONCE)
-    parts.imported.upload(import_run, [visit, parts.imported], parts.news, preprocess=False, **AT_ONCE)
+    imported = [visit, parts.imported, form.picture, form.prompt]
+    parts.imported.upload(import_run, imported, parts.news, preprocess=False, **AT_ONCE)
 
 
 def _wire_model_state(app: gr.Blocks, visit: gr.State, parts: Parts) -> None:

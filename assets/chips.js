@@ -1,7 +1,7 @@
 // A row of buttons and a sentence below: {chips: [{label, note, hint, picture?, prefix?}], note?}. "select" says which
 // one was pressed.
 
-const { t, make, button, read, subscribe } = window.paligemma;
+const { t, make, button, refill, read, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("chips");
 let pressed = null;
@@ -10,7 +10,8 @@ function draw() {
   const { chips, note } = read(props.value) || { chips: [] };
   part.setAttribute("role", "group");
   part.setAttribute("aria-label", t(props.name));
-  part.replaceChildren(
+  refill(
+    part,
     ...chips.map((chip, index) => {
       const node = button("chip", "", () => {
         pressed = index;

@@ -1,6 +1,6 @@
 // The languages, and light or dark.
 
-const { t, make, button, chooseLanguage, chooseTheme, startTheme, subscribe } = window.paligemma;
+const { t, make, button, refill, chooseLanguage, chooseTheme, startTheme, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 const LANGUAGES = [["en", "EN", "English"], ["zh", "中文", "简体中文"]];
 
@@ -20,7 +20,7 @@ function draw() {
   });
   theme.title = t("Light or dark");
   theme.setAttribute("aria-label", t("Light or dark"));
-  part.replaceChildren(choices, theme);
+  refill(part, choices, theme);
 }
 startTheme();
 subscribe("language", draw);

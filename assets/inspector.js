@@ -1,7 +1,7 @@
 // What the model could have written in place of the chosen token. Everything comes with the token itself, from
 // paligemma/view/tokens.py; "branch" asks to answer anew from here with another one.
 
-const { t, make, button, makeTable, read, publish, subscribe } = window.paligemma;
+const { t, make, button, makeTable, refill, read, publish, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("inspector");
 let shown = null;
@@ -9,7 +9,8 @@ let softCap = null; // the bound of PaliGemma 2's logits
 
 function draw() {
   if (!shown) {
-    return part.replaceChildren(
+    return refill(
+      part,
       make("p", "empty", t("Choose a token to see what else the model could have written in its place.")),
     );
   }
@@ -25,7 +26,7 @@ function draw() {
   scroller.setAttribute("role", "region");
   scroller.setAttribute("aria-label", t("Candidates"));
   scroller.append(makeTable([...columns(), ["", "action"]], token.rows, decorate));
-  part.replaceChildren(makeHead(token, count), scroller, facts, make("p", "quiet", note()));
+  refill(part, makeHead(token, count), scroller, facts, make("p", "quiet", note()));
 }
 
 function columns() {

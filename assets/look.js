@@ -1,7 +1,7 @@
 // Where the model looked when it wrote the chosen token, and what each layer would have written:
 // {run, index, grid, attention, picture_share, rows} of paligemma/view/attention.py, asked for with "inspect".
 
-const { t, make, button, makeTable, read, subscribe } = window.paligemma;
+const { t, make, button, makeTable, refill, read, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("look");
 let token = null;
@@ -28,7 +28,7 @@ function draw() {
   const shown = make("div", "shown");
   if (fits) shown.append(drawAttention(value), drawLens(value));
   else shown.append(make("p", "empty", t("One forward pass shows where the model looked when it wrote the chosen token, and what each layer would have written.")));
-  part.replaceChildren(...(fits ? [] : [ask]), shown);
+  refill(part, ...(fits ? [] : [ask]), shown);
 }
 
 function drawAttention(value) {

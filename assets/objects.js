@@ -1,7 +1,7 @@
 // The objects of the answer as a table: {run, objects, problems, has_codes} of paligemma/view/objects.py. Publishes
 // "objects" for the picture; a row, its box and its tokens find each other.
 
-const { t, make, button, makeTable, publish, subscribe } = window.paligemma;
+const { t, make, button, makeTable, refill, publish, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("objects");
 let value = null;
@@ -9,19 +9,21 @@ let marked = null;
 
 function draw() {
   if (!value || !(value.objects.length || value.problems.length)) {
-    return part.replaceChildren(make("p", "empty", t("Ask to detect or segment something, and its boxes are listed here.")));
+    return refill(part, make("p", "empty", t("Ask to detect or segment something, and its boxes are listed here.")));
   }
   const rows = value.objects.map((object) => ({
     cells: [object.label + (object.growing ? " …" : ""), object.pixels, object.score || "–"],
   }));
   const table = makeTable([["label", "text"], ["pixels", "number"], ["mean p of its location tokens", "number"]], rows, decorate);
-  const parts = value.objects.length ? [table] : [];
+  const scroller = make("div", "scroller");
+  scroller.append(table);
+  const parts = value.objects.length ? [scroller] : [];
   for (const problem of value.problems) parts.push(drawProblem(problem));
   if (value.has_codes) {
     parts.push(make("p", "quiet", t("Masks came as codes, and the decoder that reads them is not here: boxes only.")));
   }
   if (value.objects.length) parts.push(drawDownloads());
-  part.replaceChildren(...parts);
+  refill(part, ...parts);
 }
 
 function decorate(line, row, index) {

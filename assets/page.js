@@ -5,6 +5,7 @@
 // make(tag, class, text) an element; text reaches the page through textContent only, whoever wrote it
 // svg(tag, attributes)  the same for drawings
 // table(columns, rows)  a table; see makeTable
+// refill(part, ...)     other elements in a part, with the focus where it was
 // readable(text)        an answer without its location and mask tokens
 // publish, subscribe    how parts tell each other what was chosen; a late subscriber gets the last word
 //
@@ -146,6 +147,18 @@ window.paligemma = (function () {
     return node;
   }
 
+  // Whoever uses a keyboard must not fall back to the top of the page when a part is drawn anew: the focus goes to what
+  // stands in the same place, or to the part when it has nothing there.
+  function refill(part, ...children) {
+    const stops = () => [...part.querySelectorAll("button, select, input, [tabindex='0']")];
+    const hadFocus = part.contains(document.activeElement);
+    const place = stops().indexOf(document.activeElement);
+    part.replaceChildren(...children);
+    if (!hadFocus) return;
+    part.tabIndex = -1;
+    (stops()[Math.max(0, place)] || part).focus({ preventScroll: true });
+  }
+
   // columns: [title, kind]; kind is "text", "number", "quiet", "word" (translated) or "share" (with a bar).
   // rows: [{cells: [text], share?, dropped?}]; decorate(line, row, index) may add to a row.
   function makeTable(columns, rows, decorate) {
@@ -189,7 +202,7 @@ window.paligemma = (function () {
   });
   useLanguage(language);
   return {
-    t, retell, make, button, svg, makeTable, readable, read, publish, subscribe, chooseLanguage, chooseTheme, startTheme,
+    t, retell, make, button, svg, makeTable, refill, readable, read, publish, subscribe, chooseLanguage, chooseTheme, startTheme,
     get language() {
       return language;
     },

@@ -1,7 +1,7 @@
 // The runs of this visit, each below the one that it branched from, and two of them side by side:
 // {runs, compared} of paligemma/view/runs.py. "open" shows a run again, "compare" asks for two.
 
-const { t, make, button, readable, read, subscribe } = window.paligemma;
+const { t, make, button, refill, readable, read, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("runs");
 let ticked = [];
@@ -11,12 +11,12 @@ let value = { runs: [], compared: null };
 function draw() {
   const { runs, compared } = value;
   ticked = ticked.filter((number) => runs.some((run) => run.number === number));
-  if (!runs.length) return part.replaceChildren(make("p", "empty", t("Every run stays here, and every branch below the run it left.")));
+  if (!runs.length) return refill(part, make("p", "empty", t("Every run stays here, and every branch below the run it left.")));
   const list = make("ul", "tree");
   list.append(...runs.map(drawRun));
   const parts = [list, make("p", "quiet", t("Tick two runs to see them side by side."))];
   if (compared && ticked.length === 2) parts.push(drawCompared(compared));
-  part.replaceChildren(...parts);
+  refill(part, ...parts);
 }
 
 function drawRun(run) {

@@ -1,7 +1,7 @@
 // The picture with what the answer says is in it: {src, width, height, seen, side, patches} of
 // paligemma/view/picture.py, and the objects that the table of objects publishes.
 
-const { t, make, button, read, publish, subscribe } = window.paligemma;
+const { t, make, button, refill, read, publish, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 let objects = [];
 let marked = null;
@@ -11,7 +11,7 @@ let scene = null;
 function draw() {
   document.body.classList.toggle("has-picture", Boolean(scene));
   publish("picture", scene);
-  if (!scene) return part.replaceChildren();
+  if (!scene) return refill(part);
   const figure = make("div", "picture");
   figure.style.aspectRatio = `${scene.width} / ${scene.height}`;
   figure.style.setProperty("--ratio", scene.width / scene.height);
@@ -23,7 +23,7 @@ function draw() {
     show(null);
     trigger("clear", {});
   });
-  part.replaceChildren(figure, seenLine(scene), other);
+  refill(part, figure, seenLine(scene), other);
   drawObjects();
 }
 
@@ -60,7 +60,9 @@ function drawObjects() {
         mask.style.maskImage = mask.style.webkitMaskImage = `url("${object.mask}")`;
         box.append(mask);
       }
-      const name = make("b", object.box[1] < 0.09 ? "inside" : "", object.label);
+      const name = make("b", "", object.label);
+      name.classList.toggle("inside", object.box[1] < 0.09);
+      name.classList.toggle("leftward", object.box[0] > 0.5);
       if (object.score) name.append(make("small", "", " " + object.score));
       box.append(name);
       return box;

@@ -149,7 +149,7 @@ function empty(number) {
   publish("token", null);
 }
 
-function choose(index, byPerson) {
+function choose(index, byPerson, takesFocus = byPerson) {
   if (index < 0 || index >= tokens.length) return;
   if (byPerson) follows = false;
   const before = strip.children[chosen];
@@ -164,7 +164,7 @@ function choose(index, byPerson) {
   drawCursor();
   publish("token", { run: run, count: tokens.length, token: tokens[index] });
   // Sizes are asked for when all is written, else the browser works them out for each part anew.
-  if (byPerson) chip.focus({ preventScroll: true });
+  if (takesFocus) chip.focus({ preventScroll: true });
   const bottom = chip.offsetTop + chip.offsetHeight + 4;
   if (bottom > strip.scrollTop + strip.clientHeight) strip.scrollTop = bottom - strip.clientHeight;
   else if (chip.offsetTop < strip.scrollTop) strip.scrollTop = chip.offsetTop - 4;
@@ -224,7 +224,7 @@ function update(value) {
   if (value.done) askForShares();
 }
 
-subscribe("move", (by) => choose((chosen ?? 0) + by, true));
+subscribe("move", (by) => choose((chosen ?? 0) + by, true, false));
 subscribe("marked tokens", (indices) => {
   marked = indices;
   paintChips();

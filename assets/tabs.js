@@ -16,6 +16,7 @@ function show(index, focus) {
 }
 
 function draw() {
+  part.setAttribute("aria-label", t("Views of the answer"));
   part.replaceChildren(
     ...props.panels.map(([id, title], index) => {
       const tab = button("plain tab", t(title), () => show(index, true));

@@ -322,6 +322,20 @@ def test_one_step_at_a_time_writes_the_same_run_on(picture_file):
     assert len(list(visit.history)) == 2
 
 
+def test_one_step_writes_an_example_or_an_imported_run_on(picture_file, tmp_path):
+    visit, other = make_visit(FakeModel(("▁a", "▁cat"))), make_visit(FakeModel(("▁a", "▁cat")))
+    step_once(visit, picture_file)
+    import_file(other, tmp_path, app.export_run(visit)[1]["text"])
+    app.ask_for_step(other, None, "caption en", *DECODING.values())
+    answer(other)
+    visit.examples = (Example(picture_file, "detect cat", "me"),)
+    app.ask_for_example(visit, event(index=0), None, *DECODING.values())
+    answer(visit)
+    notice = app.ask_for_step(visit, None, "detect cat", *DECODING.values())
+    assert notice["text"] == "The answer has ended; nothing follows."
+    assert [len(run.steps) for run in other.history] == [2]
+
+
 def test_an_earlier_run_is_shown_again_as_it_was(picture_file):
     visit = make_visit(FakeModel(("▁a", "▁cat")))
     run_page(visit, picture_file)
@@ -347,7 +361,7 @@ def test_a_call_that_the_page_did_not_make_is_answered_too(told, picture_file):
         assert list(looking(visit, call))[-1][0]["kind"] == "error"
     assert app.compare_runs(visit, call)["compared"] is None
     assert app.download_objects(visit, call) == app.write_prompt(visit, "a", call) == gr.skip()
-    assert app.ask_for_example(visit, call, *DECODING.values()) == (gr.skip(),) * 3
+    assert app.ask_for_example(visit, call, None, *DECODING.values()) == (gr.skip(),) * 3
     assert answer(visit) == [Update(*[gr.skip()] * 5)]
 
 
@@ -370,7 +384,7 @@ def test_looking_inside_shows_the_token_that_was_asked_for(picture_file, monkeyp
 
 def import_file(visit: Visit, folder: Path, text: str) -> dict | str:
     (folder / "run.json").write_text(text, encoding="utf-8")
-    return app.import_run(visit, upload(folder / "run.json"))
+    return app.import_run(visit, upload(folder / "run.json"), None, "caption en")
 
 
 def test_a_run_is_exported_and_imported(picture_file, tmp_path):
@@ -474,13 +488,13 @@ def test_a_picture_that_came_with_a_run_is_asked_about_like_a_chosen_one(picture
 def test_an_example_fills_the_form_in_and_runs(picture_file):
     visit = make_visit()
     visit.examples = (Example(picture_file, "detect cat", "me"),)
-    scene, prompt, _ = app.ask_for_example(visit, event(index=0), *DECODING.values())
+    scene, prompt, _ = app.ask_for_example(visit, event(index=0), None, *DECODING.values())
     assert (scene["width"], prompt) == (64, "detect cat")
     assert shown_pieces(answer(visit)) == ["␣a", "␣cat", "<eos>"]
     assert len(run_page(visit, None, "detect dog")) > 2  # its picture stays for what is asked next
     app.clear_picture(visit)
     assert run_page(visit, None)[-1].notice["text"] == "Choose a picture first."
-    assert app.ask_for_example(visit, event(index=1), *DECODING.values()) == (gr.skip(),) * 3
+    assert app.ask_for_example(visit, event(index=1), None, *DECODING.values()) == (gr.skip(),) * 3
 
 
 # The model's state

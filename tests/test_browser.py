@@ -165,6 +165,28 @@ def test_tokens_are_chosen_with_the_keyboard_and_on_the_line(page):
         assert page.input_value("#strip .head select") == way
 
 
+def test_the_focus_stays_in_its_place_when_a_part_is_drawn_anew(page):
+    run_to_the_end(page)
+    page.click("#strip .token[data-index='1']")
+    page.focus("#inspector .moves button:last-child")
+    for number in (3, 4):
+        page.keyboard.press("Enter")
+        assert chosen(page).startswith(f"Token {number} ")
+    page.click("#tab-panel-look")
+    page.focus("#look .ask")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#look .patches")
+    for layer in ("0", "1"):
+        page.keyboard.press("ArrowDown")
+        assert page.input_value("#look select >> nth=0") == layer
+    page.click("#tab-panel-runs")
+    for key, part in (("Space", "#runs input"), ("Enter", "#runs .run"), ("Enter", "#choices [lang=zh]")):
+        page.focus(part)
+        page.keyboard.press(key)
+        page.wait_for_timeout(200)
+        assert page.evaluate("(part) => document.querySelector(part) === document.activeElement", part)
+
+
 def test_the_chosen_row_and_its_numbers_are_the_step_s(page, url):
     run_to_the_end(page)
     image = str(Path(app.ASSETS / "examples" / "garden.png"))
@@ -379,6 +401,26 @@ def test_the_page_fits_a_phone_and_follows_the_scheme(browser, url, picture_file
     assert is_dark(page) == (scheme == "dark")
     page.click("#choices .theme")
     assert is_dark(page) == (scheme == "light")
+    page.close()
+
+
+def test_long_words_do_not_widen_the_page(browser, url, picture_file, model, monkeypatch):
+    at_the_right_edge = ("<loc0256>", "<loc0900>", "<loc0768>", "<loc1000>")
+    monkeypatch.setattr(model, "pieces", (*at_the_right_edge, "▁" + "w" * 80, "<eos>"))
+    page = open_page(browser, url, 390)
+    page.set_input_files("#picture input[type=file]", str(picture_file))
+    page.wait_for_selector("#scene .picture img")
+    for letter in "ab":
+        run_to_the_end(page, "detect " + letter * 200)
+    page.click("#tab-panel-objects")
+    page.wait_for_selector("#objects tbody")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.click("#tab-panel-runs")
+    for tick in page.locator("#runs input[type=checkbox]").all():
+        tick.check()
+    page.wait_for_selector("#runs .compared")
+    assert page.locator("#scene .box b").count() == 1
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
     page.close()
 
 

@@ -548,5 +548,5 @@ def test_a_refused_import_leaves_the_page_as_it_was(picture_file, tmp_path):
     shown = visit.history.current
     refused = decoded(import_file(visit, tmp_path, "{}"))
     assert refused.notice["kind"] == "error" and visit.history.current is shown
-    assert app.import_run(visit, {"path": "/dev/zero"}) == app.gr.skip()  # not marked as uploaded
+    assert app.import_run(visit, {"path": "/dev/zero"}, None, "") == app.gr.skip()  # not marked as uploaded
     assert answer(visit) and len(list(visit.history)) == 1

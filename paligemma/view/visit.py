@@ -31,7 +31,7 @@ class Visit:
         model: which of the models answers, by its place in the list.
         plan: what the next run shall do. A run takes it; one that finds none was overtaken, and does nothing.
         control: of the newest run.
-        form: picture and prompt that the current run was asked with.
+        form: what picture and prompt the form had when the current run was asked for or came from a file.
         picture: the one on the page, once a model has seen it.
         example: the example on the page, if that is where its picture is from.
         num_downloads: so that the same file can be had twice.
