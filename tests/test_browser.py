@@ -194,6 +194,10 @@ def test_the_chosen_row_and_its_numbers_are_the_step_s(page, url):
     steps = [event["step"] for event in job if event["step"]]
     for index in (0, 4):
         page.click(f"#strip .token[data-index='{index}']")
+        grounds = page.locator("#inspector tr.chosen td").evaluate_all(
+            "cells => cells.map((cell) => getComputedStyle(cell).backgroundColor)"
+        )
+        assert len(set(grounds)) == 1
         cells = page.locator("#inspector tr.chosen td").all_text_contents()
         assert cells[2:4] == [str(steps[index]["token_id"]), f"{steps[index]['logit']:.2f}"]
         ids = page.locator("#inspector tbody td:nth-child(3)").all_text_contents()
