@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -377,6 +378,8 @@ def test_a_chinese_browser_gets_chinese_and_can_choose(browser, url, locale):
     page = open_page(browser, url, locale=locale)
     assert page.inner_text("#run") == "运行" and page.inner_text("#strip h2") == "回答"
     assert page.evaluate("document.documentElement.lang") == "zh-CN"
+    names = page.locator("#picture button").evaluate_all("all => all.map((one) => one.getAttribute('aria-label'))")
+    assert names and all(re.search("[一-龥]", name) for name in names)
     text_file = {"name": "a.png", "mimeType": "image/png", "buffer": b"no picture"}
     page.set_input_files("#picture input[type=file]", text_file)
     page.wait_for_selector("#notice .notice.error")
