@@ -872,13 +872,13 @@ def launch(app: gr.Blocks, **settings: Any) -> None:
             ssr_mode=False,
             **settings,
         )
-    except OSError as error:
-        if "empty port" not in str(error):
+    except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and "empty port" not in str(error):
             raise
         port = settings.get("server_port") or os.environ.get("GRADIO_SERVER_PORT", "7860 and the hundred behind it")
         raise ValueError(
-            f"Port {port} cannot be had: something else listens there, or the address is not this machine's. "
-            "End that, or choose another one: python app.py --port 8080"
+            f"Port {port} cannot be had: it is beyond 65535, something else listens there, or the address is not this "
+            "machine's. End that, or choose another one: python app.py --port 8080"
         ) from None
 
 
@@ -893,12 +893,15 @@ def _head() -> str:
 def server_settings(hosts: Hosts) -> dict[str, Any]:
     """What Gradio's server gets beside the page: /healthz, and words for a disk that is full.
 
-    /healthz says whether the first model is ready to answer (200) or not (503), and the state of each.
+    /healthz says whether the first model is ready to answer (200) or not (503), the state of each, and which model
+    answers for it.
     """
 
     def health(response: Response) -> dict[str, Any]:
         response.status_code = 200 if hosts[0].state == "ready" else 503
-        return {"state": hosts[0].state, "models": [{"name": host.name, "state": host.state} for host in hosts]}
+        names = ("name", "state", "answered_by")
+        models = [{name: host.describe()[name] for name in names} for host in hosts]
+        return {"state": hosts[0].state, "models": models}
 
     def say_what_failed(request: Request, error: OSError) -> PlainTextResponse:
         return PlainTextResponse(_explain(error), 507 if words.is_disk_full(error) else 500)

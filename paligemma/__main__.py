@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 import paligemma
 from paligemma.checkpoint import DTYPES, Progress
@@ -102,12 +102,18 @@ def answer(chosen: argparse.Namespace) -> None:
             text = step.text
             print(line_of(step) if chosen.candidates else step.text_delta, end="", flush=True)
     print(f"\n{text}" if chosen.candidates else "")
+    if not text.strip():
+        print("paligemma: the model ended its answer at once; it may not know this kind of prompt", file=sys.stderr)
 
 
 def open_picture(path: str) -> Image.Image:
-    """The picture, not decoded yet. ValueError for one so large that Pillow takes it for an attack."""
+    """The picture, not decoded yet. ValueError for what is none, and for one so large that it may be an attack."""
     try:
         return Image.open(path)
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {path}") from None
+    except UnidentifiedImageError:
+        raise ValueError(f"{path} is no picture that can be read, or is damaged; JPEG, PNG and WEBP can be") from None
     except Image.DecompressionBombError as error:
         raise ValueError(f"{path} is too large a picture: {error}") from None
 

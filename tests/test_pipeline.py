@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_model import FakeModel
 from PIL import Image
 
 import paligemma
@@ -192,16 +193,23 @@ def test_bad_usage_ends_with_2_before_anything_is_loaded(picture_file, capsys, f
 def test_failures_are_one_line_and_end_with_1(folder, picture_file, tmp_path, capsys):
     no_picture = tmp_path / "words.png"
     no_picture.write_text("words")
-    for picture, model in (
-        (tmp_path / "absent.png", folder),
-        (no_picture, folder),
-        (picture_file, tmp_path / "absent"),
+    for picture, model, said in (
+        (tmp_path / "absent.png", folder, "there is no file"),
+        (no_picture, folder, "is no picture"),
+        (picture_file, tmp_path / "absent", "is neither a folder"),
     ):
         assert command_line.main([str(picture), "caption en", "--model", str(model)]) == 1
         captured = capsys.readouterr()
-        assert captured.err.startswith("paligemma: ")
+        assert captured.err.startswith("paligemma: ") and said in captured.err
         assert captured.err.count("\n") == 1
         assert captured.out == ""
+
+
+def test_an_answer_without_text_is_said_to_be_one(folder, picture_file, monkeypatch, capsys):
+    monkeypatch.setattr(command_line.paligemma, "load", lambda *_, **__: FakeModel(pieces=()))
+    assert command_line.main([str(picture_file), "?", "--model", str(folder)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "\n" and "ended its answer at once" in captured.err
 
 
 def test_a_picture_too_large_for_pillow_is_one_line_too(folder, picture_file, monkeypatch, capsys):

@@ -452,7 +452,10 @@ def test_healthz_says_whether_the_model_is_ready_also_behind_a_sign_in(tiny_chec
     broken.load_now()
     host.start()
     with served(host, broken, auth=[("ann", "secret")]) as blocks:
-        states = [{"name": "tiny", "state": "loading"}, {"name": "broken", "state": "error"}]
+        states = [
+            {"name": "tiny", "state": "loading", "answered_by": None},
+            {"name": "broken", "state": "error", "answered_by": None},
+        ]
         assert read_health(blocks) == (503, {"state": "loading", "models": states})
         may_load.set()
         until(lambda: host.state == "ready")
@@ -579,6 +582,11 @@ def test_a_port_in_use_is_said_in_one_sentence():
         blocks = app.build_app(ready_host(FakeModel()))
         with pytest.raises(ValueError, match=f"Port {port} cannot be had.*--port"):
             app.launch(blocks, prevent_thread_lock=True, quiet=True, server_port=port)
+
+
+def test_a_port_that_is_none_is_said_in_one_sentence():
+    with pytest.raises(ValueError, match=r"Port 99999 cannot be had.*65535.*--port"):
+        app.launch(app.build_app(ready_host(FakeModel())), prevent_thread_lock=True, quiet=True, server_port=99999)
 
 
 @pytest.mark.parametrize(("name", "value"), [("MAX_SECONDS", "soon"), ("SIGN_IN", "secret")])
