@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import paligemma
 from paligemma.scripts.demo_icons import CLASSES, COLOURS
 from paligemma.scripts.demo_scenes import Scene, SceneObject
-from paligemma.scripts.demo_tasks import caption_counts, parse_boxes
+from paligemma.scripts.demo_tasks import box_iou, caption_counts, parse_boxes
 from paligemma.scripts.make_examples import true_question
 
 FOLDER = Path(__file__).parents[1] / "assets" / "examples"
@@ -30,6 +31,11 @@ PROMPTS = {
     "where": rf"answer en where is the ({NAMES})\?",
     "relation": rf"answer en what is (left of|right of|above|below) the ({NAMES})\?",
 }
+
+
+@pytest.fixture(scope="module")
+def vlm() -> paligemma.PaliGemma:
+    return paligemma.load(device="cpu")
 
 
 def kind(prompt: str) -> str | None:
@@ -76,3 +82,17 @@ def test_the_true_answer_is_found_by_its_prompt():
     assert true_question(scene, "where", "answer en where is the dog?").answer == "top left"
     with pytest.raises(ValueError, match="where is the cat"):
         true_question(scene, "where", "answer en where is the cat?")
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["file"])
+def test_the_bundled_model_answers_every_example_rightly(vlm, entry):
+    """Words exactly; boxes by name and order, each over at least half of what it and the true one cover together."""
+    with Image.open(FOLDER / entry["file"]) as picture:
+        answer = vlm.generate(picture, entry["prompt"]).text
+    true, said = parse_boxes(entry["answer"]), parse_boxes(answer)
+    assert [label for label, _, _ in said] == [label for label, _, _ in true]
+    assert all(box_iou(true_box, box) >= 0.5 for (_, true_box, _), (_, box, _) in zip(true, said, strict=True))
+    if not true:
+        assert answer.strip() == entry["answer"]
+    if kind(entry["prompt"]) == "segment":
+        assert [len(codes) for _, _, codes in said] == [16] * len(true)

@@ -38,11 +38,11 @@ class Example:
 
 EXAMPLES = (
     Example("garden", 4, "caption_en", "caption en"),
-    Example("dogs", 76, "detect", "detect dog"),
+    Example("dogs", 3263, "detect", "detect dog"),
     Example("frogs", 42, "count", "answer en how many frogs are there?"),
     Example("turtle", 106, "segment", "segment turtle"),
     Example("butterfly", 25, "colour", "answer en what colour is the butterfly?"),
-    Example("planes", 69, "multi_detect", "detect apple ; plane"),
+    Example("planes", 338, "multi_detect", "detect apple ; plane"),
     Example("balloons", 58, "caption_es", "caption es"),
     Example("rabbit", 112, "relation", "answer en what is left of the rabbit?"),
     Example("panda", 113, "caption_zh", "caption zh"),
