@@ -2,7 +2,9 @@
 
 From top to bottom: the models that the server holds, the handlers (generators that run the model and yield what
 the page shows, and short functions), the components, the wiring, and `main()`. What is shown is computed in
-`paligemma/view/` and drawn by the scripts in `assets/`, one a part of the page.
+`paligemma/view/` and drawn by the scripts in `assets/`, one a part of the page: candidates and branches in
+`inspector.js`, the colours of tokens in `strip.js`, boxes in `scene.js`, the heat map in `look.js`, languages in
+`header.js`, status lines and the badge in `notice.js`.
 """
 
 from __future__ import annotations
@@ -131,6 +133,7 @@ def answer_on_page(visit: Visit) -> Iterator[Any]:
         for update in carry_out(visit.host, visit, plan, control):
             yield _news(visit, update)
     except Exception as error:
+        visit.form = None  # it is not what the run on the page was asked
         yield _news(visit, Update(_failure(error)))
     finally:
         control.finished = True
@@ -156,6 +159,8 @@ def send_all(visit: Visit) -> Any:
 
 def tell_line_is_full(visit: Visit) -> words.Notice:
     """The queue took no more; nothing of the visit but what was asked for is lost."""
+    visit.take_plan()
+    visit.form = None  # what it holds was not asked
     visit.control.finished = True
     return words.notice("error", words.LINE_IS_FULL)
 
@@ -239,9 +244,9 @@ def look_inside(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
         host, run = visit.host, visit.history.find(_field(event, "run"))
         if run is None:
             raise ValueError(words.RUN_GONE)
-        require_same_model(host, run)
         for state in host.wait():
             yield state, gr.skip()
+        require_same_model(host, run)
         index = read_index(_field(event, "index"))
         found = host.look(lens.inspect, run.picture.seen, run.request["prompt"], run.token_ids, index)
         yield (
@@ -257,8 +262,10 @@ def picture_shares(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any
     yield words.notice("busy", "Looking inside"), gr.skip()
     try:
         host, run = visit.host, visit.history.find(_field(event, "run"))
-        if run is None or host.model is None:
+        if run is None:
             raise ValueError(words.RUN_GONE)
+        for state in host.wait():
+            yield state, gr.skip()
         require_same_model(host, run)
         shares = host.look(lens.picture_shares, run.picture.seen, run.request["prompt"], run.token_ids)
         yield words.summary(run), {"run": run.number, "shares": attention.mean_shares(shares)}
@@ -316,9 +323,10 @@ def choose_model(visit: Visit, name: Any) -> tuple[Any, ...]:
 def show_model(visit: Visit) -> tuple[Any, Any, Any, gr.Timer]:
     """(badge, task chips, inspector, timer): the state of the model, and whether to ask again."""
     host = visit.host
+    loading = host.loading  # first: if it ends meanwhile, the timer asks once more
     cap = host.model.config.text_config.final_logit_softcapping if host.model else None
     chips = tasks.task_chips(_tasks(host), tasks.note_on(host.name, host.model.source if host.model else None))
-    return host.notice, chips, {"soft_cap": cap}, gr.Timer(active=host.loading)
+    return host.notice, chips, {"soft_cap": cap}, gr.Timer(active=loading)
 
 
 def _failure(error: Exception) -> words.Notice:
@@ -777,7 +785,11 @@ def make_hosts(arguments: argparse.Namespace, limits: serving.Limits | None = No
         raise ValueError(f"--mask-decoder is {str(arguments.mask_decoder)!r}, and there is no such file")
     how = {"limits": limits or serving.Limits(), "lend": lend_gpu if is_on_zero_gpu() else None}
     bundled = _bundled_host(arguments, **how)
-    return [_make_host(name, arguments, bundled, **how) for name in arguments.model] or [bundled]
+    hosts = [_make_host(name, arguments, bundled, **how) for name in arguments.model] or [bundled]
+    names = [host.name for host in hosts]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--model names models that go by one name: {', '.join(names)}. Rename a folder.")
+    return hosts
 
 
 def _bundled_host(arguments: argparse.Namespace, **how: Any) -> ModelHost:

@@ -36,6 +36,11 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be had or used. The message says why and what to do; it never holds a token."""
 
 
+class NothingCachedError(hub_errors.LocalEntryNotFoundError):
+    """There is no listing of a revision, and the cache does not have it. The library's own error of that kind may also
+    mean that a listed file did not come, which is no reason to download another revision instead."""
+
+
 @dataclass(frozen=True)
 class Checks:
     """What is looked at before any weight is downloaded; each raises CheckpointError.
@@ -70,7 +75,7 @@ def download(
             return _fetch(repo, revision, token, patterns, checks, progress), revision
         except CheckpointError:
             raise
-        except (hub_errors.RevisionNotFoundError, hub_errors.LocalEntryNotFoundError) as error:
+        except (hub_errors.RevisionNotFoundError, NothingCachedError) as error:
             failures.append((error, revision))  # another revision may be what there is, or what the cache has
         # The library raises many kinds, among them its HTTP client's own, which share no base but Exception.
         except Exception as error:
@@ -124,7 +129,7 @@ def _whole_file(repo: str, name: str, size: int, source: Mapping[str, Any]) -> P
 
 
 def _from_cache(repo: str, revision: str, patterns: Sequence[str], reason: Exception) -> Path:
-    """The cached folder, where the hub did not answer or refused; LocalEntryNotFoundError where there is none."""
+    """The cached folder, where the hub did not answer or refused; NothingCachedError where there is none."""
     try:
         folder = huggingface_hub.snapshot_download(
             repo, revision=revision, local_files_only=True, allow_patterns=list(patterns)
@@ -132,7 +137,7 @@ def _from_cache(repo: str, revision: str, patterns: Sequence[str], reason: Excep
     except hub_errors.IncompleteSnapshotError:
         raise
     except hub_errors.LocalEntryNotFoundError:
-        raise hub_errors.LocalEntryNotFoundError("nothing is cached") from reason
+        raise NothingCachedError("nothing is cached") from reason
     log.info("%s (%s) comes from the cache: %s", repo, revision, redacted(f"{type(reason).__name__}: {reason}"))
     return Path(folder)
 

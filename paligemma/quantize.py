@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -150,6 +151,7 @@ class QuantizedStore:
         unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self.folder)
             _require_space(self.folder, sum(tensor.nbytes for tensor in tensors.values()))
             save_file(tensors, unfinished, metadata={"checksum": _checksum(tensors)})
             os.replace(unfinished, file)
@@ -161,6 +163,14 @@ class QuantizedStore:
 
     def _file(self, group: str) -> Path:
         return self.folder / f"{group}.safetensors"
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what processes left that ended while they wrote; an hour is longer than a file takes."""
+    for file in folder.glob("*.unfinished"):
+        with suppress(OSError):
+            if file.stat().st_mtime < time.time() - 3600:
+                file.unlink()
 
 
 def _require_space(folder: Path, needed: int) -> None:

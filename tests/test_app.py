@@ -26,7 +26,7 @@ from gradio_client.exceptions import AppError
 import app
 import paligemma
 from paligemma import lens
-from paligemma.view import models, runner, tasks, words
+from paligemma.view import models, runner, serving, tasks, words
 from paligemma.view.examples import Example
 from paligemma.view.models import ModelHost
 from paligemma.view.runner import Update
@@ -320,6 +320,45 @@ def test_one_step_at_a_time_writes_the_same_run_on(picture_file):
     assert notice["text"] == "The answer has ended; nothing follows."
     step_once(visit, picture_file, "detect cat")  # another prompt begins another run
     assert len(list(visit.history)) == 2
+
+
+def test_a_step_that_fails_takes_no_token_away(picture_file, monkeypatch):
+    model = FakeModel(("▁a", "▁cat"))
+    visit = make_visit(model)
+    step_once(visit, picture_file)
+    step_once(visit, picture_file)
+    written = model.stream
+    monkeypatch.setattr(model, "stream", lambda *args, **kwargs: break_after(1, written(*args, **kwargs)))
+    assert "RuntimeError" in step_once(visit, picture_file)[-1].notice["text"]
+    assert [len(run.steps) for run in visit.history] == [2]
+
+
+def test_what_found_the_line_full_is_not_asked_later(picture_file):
+    visit = make_visit(FakeModel(("▁a", "▁cat")))
+    run_page(visit, picture_file)
+    ask(visit, picture_file, "detect cat")
+    app.tell_line_is_full(visit)
+    assert [update for update in answer(visit) if update.notice != gr.skip()] == []
+    step_once(visit, picture_file, "detect cat")  # the run on the page was asked something else
+    assert [len(run.steps) for run in visit.history] == [3, 1]
+
+
+def test_a_request_waits_for_a_model_no_longer_than_it_may_take(picture_file):
+    never = threading.Event()
+    host = ModelHost("slow", lambda progress: never.wait(30), limits=serving.Limits(seconds=0))
+    host.start()
+    visit = Visit((host,))
+    assert "slow is still loading" in run_page(visit, picture_file)[-1].notice["text"]
+    never.set()
+
+
+def test_models_that_go_by_one_name_are_refused(tmp_path):
+    folders = [tmp_path / parent / "model" for parent in ("a", "b")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    arguments = app.build_parser().parse_args(["--model", *map(str, folders)])
+    with pytest.raises(ValueError, match="go by one name: model, model"):
+        app.make_hosts(arguments)
 
 
 def test_one_step_writes_an_example_or_an_imported_run_on(picture_file, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,16 @@ def test_a_full_disk_only_costs_time(folder, kept, monkeypatch, caplog):
         assert len(answer(folder, quantize="int8")) == 4
     assert "GB free" in caplog.text
     assert not [file for file in kept.rglob("*") if file.is_file()]
+
+
+def test_what_an_ended_process_left_half_written_is_removed(tmp_path):
+    old, new = tmp_path / "a.1.unfinished", tmp_path / "b.2.unfinished"
+    for file, age in ((old, 7200), (new, 0)):
+        file.touch()
+        os.utime(file, (time.time() - age,) * 2)
+    weights = {"lm_head": quantize_weight(torch.ones(6, 5))}
+    QuantizedStore(tmp_path).write("head", weights)
+    assert not old.exists() and new.exists()
 
 
 def test_kept_values_are_plain_safetensors(tmp_path):

@@ -1,5 +1,6 @@
-"""What the page and the HTTP API show, as plain data: no Gradio, no model, no HTML.
+"""What stands behind the page and the HTTP API, without Gradio and without HTML.
 
-Every function here takes results of the library and returns strings, numbers, lists and dicts. `app.py` hands
-them to components, whose scripts write them into the page as text.
+Most modules turn results of the library into strings, numbers, lists and dicts, which `app.py` hands to components,
+whose scripts write them into the page as text. `models`, `serving`, `visit`, `runner` and `logs` are the server's: the
+models that it holds, its limits, what it keeps of a visitor, how it carries out a plan, and its log.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ class ModelHost:
             words.notice("busy", "Loading {name}", name=name) if load else words.notice("error", words.NO_MODEL)
         )
         self._load = load
-        self._started = False
+        self._may_start = threading.Lock()  # taken by who loads, and never given back
         self._mask_decoder_files = tuple(mask_decoder_files)
         self._fetch_mask_decoder = fetch_mask_decoder
         self._fallback = fallback
@@ -70,8 +71,7 @@ class ModelHost:
 
     def start(self) -> None:
         """Begin to load, unless that was done before; returns at once."""
-        if self._load and not self._started:
-            self._started = True
+        if self._load and self._may_start.acquire(blocking=False):
             threading.Thread(target=self._run, name="load model", daemon=True).start()
 
     @property
@@ -84,16 +84,21 @@ class ModelHost:
         return "loading" if self.loading else "ready" if self.model else "error"
 
     def wait(self) -> Iterator[words.Notice]:
-        """Yield the state now and then while the model loads. Raises ValueError with what to do if it failed."""
+        """Yield the state now and then while the model loads. Raises ValueError with what to do if it failed.
+
+        It also does when loading takes longer than a request may: whoever waits here keeps others waiting.
+        """
+        until = time.monotonic() + self.limits.seconds
         while not self._finished.wait(WAIT_INTERVAL_S):
+            if time.monotonic() > until:
+                raise ValueError(f"{self.name} is still loading. Ask again once it is ready.")
             yield self.notice
         if self.model is None:
             raise ValueError(words.spoken(self.notice))
 
     def load_now(self) -> None:
         """Load in this thread, unless that was done before; returns when it is done."""
-        if self._load and not self._started:
-            self._started = True
+        if self._load and self._may_start.acquire(blocking=False):
             self._run()
 
     def stream(self, image: Image.Image, **request: Any) -> Generator[Step, None, GenerationResult]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paligemma.generation import Sampling
@@ -103,8 +102,8 @@ def _write_answer(
     stream = host.stream(run.picture.seen, **request)
     visit.history.add(run)
     yield _first_update(host, visit, run, is_new=earlier is None)
-    with closing(stream):
-        following = Following(stream)
+    following = Following(stream)
+    try:
         for step in following:
             run.steps = following.steps
             if control.stop_asked or (len(run.steps) == stop_after and step.finish_reason is None):
@@ -117,8 +116,10 @@ def _write_answer(
                 notice = words.notice("busy", "Token {number}", number=len(run.steps))
                 yield Update(notice, strip_of(run, shown), None if found == drawn else found)
                 shown, drawn = len(run.steps), found
-    if earlier and len(run.steps) < len(earlier.steps):  # stopped before it got to where it was
-        run.steps = earlier.steps
+    finally:
+        stream.close()
+        if earlier and len(run.steps) < len(earlier.steps):  # it ended before it got to where it was
+            run.steps = earlier.steps
     run.finish(following.result)
     control.finished = True  # before the page hears of it: what is pressed next must find it so
     yield _last_update(host, visit, run, shown)

@@ -46,7 +46,7 @@ def spoken(line: Notice) -> str:
 
 
 def summary(run: Run) -> Notice:
-    """How a run ended, how long it took, and the seed when chance had a part in it."""
+    """How a run ended, its timings, and the seed when chance had a part in it."""
     timing = run.timing
     if timing is None or run.finish_reason not in FINISHED:
         return {"kind": "idle", "joined": [("Stopped", {}), count_tokens(run.steps)]}
