@@ -60,8 +60,8 @@ class ModelHost:
         self._facts: dict[str, Any] | None = None
         self.limits = limits
         self._turn = threading.Lock()
-        self._lent_answer = lend(self._answer, serving.seconds_to_answer) if lend else None
-        self._look = lend(self._look_here, serving.seconds_to_look) if lend else self._look_here
+        self._lent_answer = lend(self._answer_on_loan, serving.seconds_to_answer) if lend else None
+        self._look = lend(self._look_on_loan, serving.seconds_to_look) if lend else self._look_here
         if load is None:
             self._finished.set()
 
@@ -120,8 +120,13 @@ class ModelHost:
                 raise found
             return found
 
-    def _answer(self, image: Image.Image, request: dict[str, Any]) -> Iterator[serving.Item]:
+    def _answer_on_loan(self, image: Image.Image, request: dict[str, Any]) -> Iterator[serving.Item]:
+        serving.use_one_thread()
         yield from serving.items(self.model.stream(image, **request))
+
+    def _look_on_loan(self, into: Callable[..., Any], *arguments: Any) -> Any:
+        serving.use_one_thread()
+        return self._look_here(into, *arguments)
 
     def _look_here(self, into: Callable[..., Any], *arguments: Any) -> Any:
         try:

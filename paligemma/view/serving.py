@@ -15,6 +15,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from paligemma.generation import GenerationResult, Step
 
 # What comes from where the model runs: its steps, at the end the result without them, or what went wrong.
@@ -158,3 +160,8 @@ def place_of(error: BaseException) -> str:
     """Where an error came from, innermost first, without its message, which may hold what a visitor wrote."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     return " < ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in reversed(frames))
+
+
+def use_one_thread() -> None:
+    """For where a GPU is lent: in a fork of the server OpenMP would wait for threads that did not come along."""
+    torch.set_num_threads(1)
