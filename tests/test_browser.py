@@ -298,9 +298,21 @@ def test_attention_is_drawn_over_the_right_patch(page):
     page.wait_for_function(f"document.querySelectorAll('#strip .token.cool2').length === {len(SHOWN)}")
 
 
+def set_temperature(page, value: str) -> None:
+    """Write it until the slider beside it shows it: the part builds itself as it opens, and may overwrite it."""
+    slider = page.locator("#decoding input[type=range]").nth(1)
+    for _ in range(50):
+        page.fill("#decoding input[type=number] >> nth=1", value)
+        page.keyboard.press("Tab")
+        page.wait_for_timeout(100)
+        if slider.input_value() == value:
+            return
+    pytest.fail(f"the temperature stays {slider.input_value()}")
+
+
 def test_without_a_seed_every_run_gets_a_fresh_one(page, model):
     page.click("#decoding button")
-    page.fill("#decoding input[type=number] >> nth=1", "0.7")
+    set_temperature(page, "0.7")
     assert page.get_by_label("Seed").input_value() == ""
     for seed in ("", "", "7"):
         page.get_by_label("Seed").fill(seed)
