@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -54,7 +54,7 @@ from paligemma.view.requests import (
     uploaded_path,
 )
 from paligemma.view.runner import Following, Update, carry_out, require_same_model, scene_of, show_again, whole_page
-from paligemma.view.runs import Plan
+from paligemma.view.runs import Plan, Run
 from paligemma.view.visit import Visit
 
 ASSETS = Path(__file__).parent / "assets"
@@ -241,12 +241,7 @@ def look_inside(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
     """Attention and logit lens of one token: (notice, look)."""
     yield words.notice("busy", "Looking inside"), gr.skip()
     try:
-        host, run = visit.host, visit.history.find(_field(event, "run"))
-        if run is None:
-            raise ValueError(words.RUN_GONE)
-        for state in host.wait():
-            yield state, gr.skip()
-        require_same_model(host, run)
+        host, run = yield from _wait_to_look(visit, event)
         index = read_index(_field(event, "index"))
         found = host.look(lens.inspect, run.picture.seen, run.request["prompt"], run.token_ids, index)
         yield (
@@ -261,16 +256,22 @@ def picture_shares(visit: Visit, event: gr.EventData) -> Iterator[tuple[Any, Any
     """How much of its attention each token of a run gave to the picture: (notice, shares)."""
     yield words.notice("busy", "Looking inside"), gr.skip()
     try:
-        host, run = visit.host, visit.history.find(_field(event, "run"))
-        if run is None:
-            raise ValueError(words.RUN_GONE)
-        for state in host.wait():
-            yield state, gr.skip()
-        require_same_model(host, run)
+        host, run = yield from _wait_to_look(visit, event)
         shares = host.look(lens.picture_shares, run.picture.seen, run.request["prompt"], run.token_ids)
         yield words.summary(run), {"run": run.number, "shares": attention.mean_shares(shares)}
     except Exception as error:
         yield _failure(error), gr.skip()
+
+
+def _wait_to_look(visit: Visit, event: gr.EventData) -> Generator[tuple[Any, Any], None, tuple[ModelHost, Run]]:
+    """The run that an event names and the model that made it, once that is loaded; ValueError where they are not so."""
+    host, run = visit.host, visit.history.find(_field(event, "run"))
+    if run is None:
+        raise ValueError(words.RUN_GONE)
+    for state in host.wait():
+        yield state, gr.skip()
+    require_same_model(host, run)
+    return host, run
 
 
 def download_objects(visit: Visit, event: gr.EventData) -> Any:
