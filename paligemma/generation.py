@@ -396,6 +396,8 @@ class _Answer:
         self._generator = torch.Generator().manual_seed(self._sampling.seed)
         self._row_ids = sampleable.nonzero().flatten()
         self._are_first = int(self._row_ids[-1]) == len(self._row_ids) - 1
+        # Taken once: for 250,000 rows, asking the system for this memory anew takes longer than filling it.
+        self._rows, self._shifted, self._weights = torch.empty((3, len(self._row_ids)), dtype=torch.float64)
         self._decoder = processor.stream_decoder()
         self._started = started
         self._steps: list[Step] = []
@@ -404,8 +406,8 @@ class _Answer:
         """Choose the next token from (vocab_size,) logits, on any device; forced ids come first."""
         index, top_n = len(self._steps), self._options.top_n
         # From here on a "row" counts sampleable rows only; float64, so that 250,000 probabilities sum to 1.
-        rows = self._sampleable_rows(logits.cpu()).double()
-        logsumexp, entropy = _logsumexp_and_entropy(rows, index)
+        rows = self._rows.copy_(self._sampleable_rows(logits.cpu()))
+        logsumexp, entropy = self._logsumexp_and_entropy(rows, index)
         chosen, sampled = sample(rows, self._sampling, self._generator)
         if index < len(self._options.forced_ids):
             chosen = int(torch.searchsorted(self._row_ids, self._options.forced_ids[index]))
@@ -446,6 +448,24 @@ class _Answer:
             seed=self._sampling.seed,
         )
 
+    def _logsumexp_and_entropy(self, rows: Tensor, index: int) -> tuple[float, float]:
+        """log(sum(exp(logits))), and -sum(p log p) in nats (Shannon 1948), from one pass through the exponentials.
+
+        With x the logits less the largest and Z = sum(exp(x)): log p = x - log Z, so -sum(p log p) = log Z - sum(p x).
+        """
+        largest = rows.max()
+        shifted = torch.sub(rows, largest, out=self._shifted)
+        weights = torch.exp(shifted, out=self._weights)
+        total = float(weights.sum())
+        # NaN or inf in one row is NaN in the sum; -inf is not.
+        if not (math.isfinite(total) and math.isfinite(shifted.min())):
+            raise NonFiniteLogitsError(
+                f"the model's logits for token {index} are not finite (NaN or infinity), so that no token can be "
+                "chosen. float16 overflows in Gemma: load the model with dtype='bfloat16' (or 'float32'). If it is, "
+                "its weights are damaged."
+            )
+        return float(largest) + math.log(total), max(0.0, math.log(total) - float(weights @ shifted) / total)
+
     def _sampleable_rows(self, logits: Tensor) -> Tensor:
         """A view where the others lie behind them, as in Google's checkpoints."""
         return logits[: len(self._row_ids)] if self._are_first else logits.index_select(0, self._row_ids)
@@ -468,25 +488,6 @@ class _Answer:
             return "length"
         time_limit = self._options.time_limit
         return "time" if time_limit is not None and seconds >= time_limit else None
-
-
-def _logsumexp_and_entropy(rows: Tensor, index: int) -> tuple[float, float]:
-    """log(sum(exp(logits))), and -sum(p log p) in nats (Shannon 1948), from one pass through the exponentials.
-
-    With x the logits less the largest and Z = sum(exp(x)): log p = x - log Z, so -sum(p log p) = log Z - sum(p x).
-    """
-    largest = rows.max()
-    shifted = rows - largest
-    weights = shifted.exp()
-    total = float(weights.sum())
-    # NaN or inf in one row is NaN in the sum; -inf is not.
-    if not (math.isfinite(total) and math.isfinite(shifted.min())):
-        raise NonFiniteLogitsError(
-            f"the model's logits for token {index} are not finite (NaN or infinity), so that no token can be chosen. "
-            "float16 overflows in Gemma: load the model with dtype='bfloat16' (or 'float32'). If it is, its "
-            "weights are damaged."
-        )
-    return float(largest) + math.log(total), max(0.0, math.log(total) - float(weights @ shifted) / total)
 
 
 def _timed(work: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
