@@ -92,16 +92,21 @@ class OneDnnInt8Linear(PreparedLinear):
         self.scales = scales
         self.zero_points = torch.zeros(len(scales), dtype=torch.int64)
         # What is added to the rows' numbers adds a constant to each sum; taken off here, it costs no time later.
-        self.bias = values.sum(dim=1) * scales * -(levels + 1.0)
+        added = torch.full((1, self.in_features), levels + 1, dtype=torch.uint8)
+        self.bias = -self._products(added, bias=None)[0]
 
     def forward(self, x: Tensor) -> Tensor:
         numbers, steps = quantize_rows(x.flatten(0, -2), self.levels)
-        coarse, fine = torch.ops.onednn.qlinear_pointwise(
-            *(numbers, 1.0, 0, self.packed, self.scales, self.zero_points, self.bias),
-            *(1.0, 0, torch.float32, "none", [], ""),
-        ).chunk(2)
+        coarse, fine = self._products(numbers, self.bias).chunk(2)
         products = coarse.add_(fine, alpha=0.5 / self.levels).mul_(steps)
         return products.to(x.dtype).unflatten(0, x.shape[:-1])
+
+    def _products(self, numbers: Tensor, bias: Tensor | None) -> Tensor:
+        """uint8 (rows, in_features) to float32 (rows, out_features), in units of the rows' steps."""
+        return torch.ops.onednn.qlinear_pointwise(
+            *(numbers, 1.0, 0, self.packed, self.scales, self.zero_points, bias),
+            *(1.0, 0, torch.float32, "none", [], ""),
+        )
 
 
 class SevenBitRowsInt8Linear(OneDnnInt8Linear):

@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -207,12 +208,19 @@ class Int8Preparation:
     def make(self, group: str, weights: Mapping[str, Callable[[], Tensor]]) -> dict[str, PreparedLinear]:
         """A group's maps by name. `weights` read the matrices in their stored type, where the store has none."""
         quantized = self._store.read(group, weights)
-        if quantized is None:
-            quantized = {
-                name: (quantize_in_two if name.endswith(FINE_MAPS) else quantize_weight)(read())
-                for name, read in weights.items()
-            }
-            self._store.write(group, quantized)
+        if quantized is not None:
+            return self._linears(quantized)
+        quantized = {
+            name: (quantize_in_two if name.endswith(FINE_MAPS) else quantize_weight)(read())
+            for name, read in weights.items()
+        }
+        with ThreadPoolExecutor(1) as pool:  # the disk and the processor at once
+            written = pool.submit(self._store.write, group, quantized)
+            linears = self._linears(quantized)
+            written.result()
+        return linears
+
+    def _linears(self, quantized: Mapping[str, QuantizedWeight]) -> dict[str, PreparedLinear]:
         return {name: self._linear(name, *weight) for name, weight in quantized.items()}
 
     def _linear(self, name: str, values: Tensor, scales: Tensor) -> PreparedLinear:
