@@ -32,7 +32,15 @@ from torch.overrides import TorchFunctionMode
 from paligemma import hub, memory
 from paligemma.config import PaliGemmaConfig
 from paligemma.hub import CONFIG_FILE, CheckpointError, Progress, gigabytes
-from paligemma.linears import ExactPreparation, PreparedLinear, can_pack, decoder_maps, put_in_place
+from paligemma.linears import (
+    ExactPreparation,
+    PreparedLinear,
+    can_pack,
+    decoder_maps,
+    multiplies_fast,
+    put_in_place,
+    widen,
+)
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 from paligemma.quantize import Int8Preparation, QuantizedStore, checked_quantization
 
@@ -511,7 +519,7 @@ def load_prepared(
     preparation = _preparation(quantize, list(sources.values()), folder, device, dtype)
     if preparation is None:
         _fill(model, tensors, device, dtype, _Counter(progress, tensors.values()))
-        return model.requires_grad_(False).eval(), _name_of(dtype)
+        return _finished(model, device, dtype, _name_of(dtype), "picture and prompt")
     counter = _Counter(progress, [*tensors.values(), tensors[EMBEDDING]])  # which is read as the head, too
     _fill(model, tensors, device, dtype, counter, left_out={*map(_weight_name, sources)} - {EMBEDDING})
     model.hidden_dtype = preparation.hidden_dtype
@@ -522,7 +530,17 @@ def load_prepared(
         for name, linear in prepared.items():
             put_in_place(model.language_model, name, linear, maps[name])
             counter.add(*(sources[part] for part in maps[name]))
-    return model.requires_grad_(False).eval(), preparation.backend
+    return _finished(model, device, dtype, preparation.backend, "picture")
+
+
+def _finished(
+    model: PaliGemmaForConditionalGeneration, device: torch.device, dtype: torch.dtype, backend: str, plain: str
+) -> tuple[PaliGemmaForConditionalGeneration, str]:
+    """The model, and what computes; `plain` names what still goes through plain linear maps."""
+    if not multiplies_fast(device, dtype):
+        widen(model)
+        backend = f"{backend}, {plain} in float32"
+    return model.requires_grad_(False).eval(), backend
 
 
 def _preparation(

@@ -15,11 +15,14 @@ from paligemma.linears import (
     OneDnnInt8Linear,
     PackedLinear,
     UnpackedInt8Linear,
+    WideLinear,
     can_pack,
     choose_int8_kernel,
     decoder_maps,
+    multiplies_fast,
     put_in_place,
     quantize_rows,
+    widen,
 )
 from paligemma.quantize import quantize_weight
 
@@ -54,6 +57,33 @@ def test_only_bfloat16_on_a_cpu_is_packed(device):
     assert not can_pack(torch.device(device), torch.bfloat16)
     assert not can_pack(CPU, torch.float32)
     assert not can_pack(CPU, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [True, False])
+@torch.inference_mode()
+def test_a_wide_map_is_the_plain_one_with_float32_products(dtype, has_bias, monkeypatch):
+    monkeypatch.setattr(linears, "WEIGHTS_AT_ONCE", 300)  # several parts
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30, has_bias), torch.nn.ReLU()).to(dtype)
+    names, weight, bias = list(model.state_dict()), model[0].weight, model[0].bias
+    widen(model)
+    assert isinstance(model[0], WideLinear) and model[0].weight is weight and list(model.state_dict()) == names
+    few, many = torch.randn(1, 3, 40, dtype=dtype), torch.randn(2, 9, 40, dtype=dtype)
+    for x in (few, many):
+        plain = F.linear(x, weight, bias).relu()
+        torch.testing.assert_close(model(x), plain, rtol=0.02, atol=0.02)
+        assert model(x).dtype == dtype and model(x).shape == plain.shape
+    exact = F.linear(many.float(), weight.float(), None if bias is None else bias.float())
+    assert (model(many) != exact.to(dtype).relu()).float().mean() < 0.01  # another order of sums may round otherwise
+
+
+def test_only_a_cpu_without_kernels_for_a_type_is_said_to_lack_them(monkeypatch):
+    assert multiplies_fast(CPU, torch.float32) and multiplies_fast(torch.device("cuda"), torch.bfloat16)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        for answer in (True, False):
+            monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda answer=answer: answer)
+            assert multiplies_fast(CPU, dtype) == answer
 
 
 @pytest.mark.parametrize("levels", [127, 63])

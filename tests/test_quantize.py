@@ -93,6 +93,18 @@ def test_unquantised_bfloat16_computes_with_the_loaded_values(folder, monkeypatc
     assert paligemma.load(folder, device="cpu").backend == "float32"
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_where_16_bit_products_are_slow_they_are_float32_s(folder, monkeypatch, quantization):
+    exact = answer(folder, dtype="float32", quantize=quantization)
+    monkeypatch.setattr(checkpoint, "multiplies_fast", lambda *_: False)
+    monkeypatch.setattr(checkpoint, "can_pack", lambda *_: False)
+    assert answer(folder, dtype="bfloat16", quantize=quantization) == pytest.approx(exact, rel=0.02, abs=0.02)
+    vlm = paligemma.load(folder, device="cpu", dtype="bfloat16", quantize=quantization)
+    assert vlm.backend.endswith(", picture in float32" if quantization else "bfloat16, picture and prompt in float32")
+    plain = [module for module in vlm.model.modules() if isinstance(module, torch.nn.Linear)]
+    assert plain and all(isinstance(module, linears.WideLinear) for module in plain)
+
+
 def test_progress_counts_every_byte_once(folder):
     for options in ({"quantize": "int8"}, {"dtype": "bfloat16"}, {}):
         reports: list[tuple[str, int, int]] = []
