@@ -259,11 +259,17 @@ class PaliGemmaConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The config.json of this model, complete and in the hub's names; `from_dict` reads it back equal."""
-        text = {key: value for key, value in asdict(self.text_config).items() if value is not None}
-        text["layer_types"] = list(text["layer_types"])
-        if self.text_config.model_type == "gemma":
-            del text["layer_types"]  # Gemma 1 has one kind of layer and no such key
+        """The config.json of this model, complete and in the hub's names; `from_dict` reads it back equal.
+
+        Gemma 2's None becomes null, since a key that is left out has a default. Only `query_pre_attn_scalar` may not
+        be null there: in its place stands the `head_dim` that None means.
+        """
+        text = {**asdict(self.text_config), "layer_types": list(self.text_config.layer_types)}
+        if self.text_config.model_type == "gemma2":
+            text["query_pre_attn_scalar"] = text["query_pre_attn_scalar"] or text["head_dim"]
+        else:
+            for name in GEMMA2_FIELDS:
+                del text[name]
         vision = {"model_type": "siglip_vision_model", "vision_use_head": False, **asdict(self.vision_config)}
         return {
             "architectures": ["PaliGemmaForConditionalGeneration"],

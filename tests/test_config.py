@@ -246,6 +246,28 @@ def test_a_written_configuration_reads_back_equal(data: dict, tmp_path):
     assert PaliGemmaConfig.from_folder(tmp_path) == config
 
 
+@pytest.mark.parametrize("model_type", ["gemma", "gemma2"])
+@pytest.mark.parametrize("name", ["attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "layer_types"])
+def test_what_is_null_stays_so_here_and_in_transformers(model_type: str, name: str):
+    data = {"gemma": PALIGEMMA1, "gemma2": PALIGEMMA2}[model_type]
+    config = PaliGemmaConfig.from_dict({**data, "text_config": {**data["text_config"], name: None}})
+    written = json.loads(json.dumps(config.to_dict()))
+    assert PaliGemmaConfig.from_dict(written) == config
+    theirs = transformers.PaliGemmaConfig(**written).text_config
+    for field in GemmaConfig.__dataclass_fields__:
+        if field not in ("rope_theta", "layer_types") and hasattr(theirs, field):
+            assert getattr(theirs, field) == getattr(config.text_config, field), field
+    if model_type == "gemma2":
+        assert tuple(theirs.layer_types) == config.text_config.layer_types
+
+
+def test_a_gemma_2_without_a_query_factor_is_written_with_the_one_that_it_uses():
+    text = GemmaConfig(model_type="gemma2", head_dim=128)
+    written = PaliGemmaConfig(SiglipVisionConfig(), text).to_dict()
+    assert PaliGemmaConfig.from_dict(written).text_config.attention_scale == text.attention_scale
+    assert transformers.PaliGemmaConfig(**written).text_config.query_pre_attn_scalar == 128
+
+
 @pytest.mark.parametrize(("content", "message"), [("{", "not valid JSON"), ("[]", "not a JSON object")])
 def test_a_broken_file_is_named(content: str, message: str, tmp_path):
     (tmp_path / "config.json").write_text(content)
