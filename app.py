@@ -417,7 +417,8 @@ class Page(gr.Blocks):
             return await super().process_api(*arguments, **options)
         except gr.Error:
             raise
-        except ValueError:  # inputs are missing, are of another shape, or name a file that was not uploaded
+        except ValueError as error:  # inputs are missing, are of another shape, or name a file that was not uploaded
+            log.info("call refused: %s at %s", type(error).__name__, serving.place_of(error))
             raise gr.Error(words.WRONG_INPUTS, print_exception=False) from None
         except Exception as error:
             raise gr.Error(_explain(error), print_exception=False) from None
@@ -764,7 +765,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", help="the hub's branch, tag or commit")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
-    parser.add_argument("--quantize", help="int8: smaller and faster, a little less exact (default: off)")
+    parser.add_argument(
+        "--quantize", help="int8: smaller, a little less exact; faster on a CPU, slower elsewhere (default: off)"
+    )
     parser.add_argument(
         "--mask-decoder",
         type=Path,
@@ -807,8 +810,9 @@ def _bundled_host(arguments: argparse.Namespace, **how: Any) -> ModelHost:
 def _make_host(source: str, arguments: argparse.Namespace, bundled: ModelHost, **how: Any) -> ModelHost:
     folder = checkpoint.local_path(source)
     is_folder = folder.is_dir()
+    name = BUNDLED_NAME if checkpoint.is_bundled(folder) else folder.resolve().name if is_folder else source
     return ModelHost(
-        folder.resolve().name if is_folder else source,
+        name,
         partial(paligemma.load, source, arguments.revision, arguments.device, arguments.dtype, arguments.quantize),
         _mask_decoders(folder, arguments.mask_decoder),
         None if is_folder else fetch_vae_oid,

@@ -52,7 +52,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", help="the hub's branch, tag or commit")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="(default: %(default)s)")
-    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="smaller and faster, a little less exact")
+    parser.add_argument(
+        "--quantize",
+        choices=QUANTIZATIONS,
+        help="smaller, a little less exact; faster on a CPU, slower elsewhere",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest; 0: all (default)")

@@ -184,7 +184,8 @@ def find(
     """Find a checkpoint, downloading it where `source` is a hub id; what is in the hub's cache is used again.
 
     Args:
-        source: None for the bundled demo; a folder; or a hub id such as "google/paligemma2-3b-mix-224".
+        source: None for the bundled demo, or its folder; another folder; or a hub id such as
+            "google/paligemma2-3b-mix-224".
         revision: branch, tag or commit, only with a hub id. None: the branch stored in the wanted type where the
             repository has one, else main.
         token: of the hub; None: the one that `hf auth login` stored, or HF_TOKEN.
@@ -204,7 +205,7 @@ def find(
     if folder.exists():
         if revision is not None:
             raise CheckpointError(f"revision {revision!r} belongs to a hub id, and {source} is on this machine")
-        return Found(_checked(folder), "folder", str(source), dtype=dtype)
+        return Found(_checked(folder), "bundled" if is_bundled(folder) else "folder", str(source), dtype=dtype)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)):
         raise CheckpointError(
             f"{source} is neither a folder on this machine nor a hub id like google/paligemma2-3b-mix-224"
@@ -231,6 +232,11 @@ def _find_on_hub(
     )
     folder, revision = hub.download(repo, revisions, token, DOWNLOADED_FILES, checks, progress)
     return Found(_checked(folder), "hub", repo, revision, wanted)
+
+
+def is_bundled(folder: Path) -> bool:
+    """Whether this is the bundled model's folder, by whatever name."""
+    return folder.exists() and BUNDLED_FOLDER.exists() and folder.samefile(BUNDLED_FOLDER)
 
 
 def local_path(source: str | Path) -> Path:

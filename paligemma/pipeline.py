@@ -157,7 +157,9 @@ def load(
         dtype: "auto", "float32", "bfloat16" or "float16". "auto" keeps the type of a local checkpoint; a hub id takes
             bfloat16 where the device is fast in it, else float32.
         quantize: None: the decoder computes with the loaded values. "int8": its weights and the head's are rounded to
-            int8, and so are the rows that meet them; about half the memory and a half to two thirds of the time.
+            int8, and so are the rows that meet them; about half the memory and, on a CPU, a half to two thirds of the
+            time. Elsewhere each matrix is brought back to the rows' type at every call: slower, by how much was not
+            measured.
         token: of the hub; None: the one that `hf auth login` stored, or HF_TOKEN.
         progress: called with (stage, bytes done, bytes in all); the stage is "downloading", for a hub id, then
             "loading".

@@ -25,7 +25,7 @@ from gradio_client.exceptions import AppError
 
 import app
 import paligemma
-from paligemma import lens
+from paligemma import checkpoint, lens
 from paligemma.view import models, runner, serving, tasks, words
 from paligemma.view.examples import Example
 from paligemma.view.models import ModelHost
@@ -571,7 +571,8 @@ def test_models_of_the_list_are_loaded_when_they_are_chosen(picture_file):
     second = ModelHost("second", lambda progress: FakeModel(("▁second",)))
     visit = make_visit(FakeModel(("▁first",)), second)
     assert shown_pieces(run_page(visit, picture_file)) == ["␣first", "<eos>"]
-    assert second.loading
+    assert second.describe()["state"] == "not loaded"
+    assert second.describe()["message"] == "second is loaded once it is asked for"
     app.choose_model(visit, "second")
     assert shown_pieces(run_page(visit, picture_file)) == ["␣second", "<eos>"]
     with pytest.raises(gr.Error, match="allowed are scripted, second"):
@@ -649,6 +650,12 @@ def test_what_can_be_no_model_is_said_at_the_start(arguments, message, monkeypat
 def test_a_folder_is_shown_by_its_own_name_only(tiny_checkpoint):
     (host,) = app.make_hosts(app.build_parser().parse_args(["--model", str(tiny_checkpoint)]))
     assert host.name == "tiny-random"
+
+
+def test_the_bundled_model_s_folder_goes_by_its_name_beside_another(tiny_checkpoint):
+    folder = str(checkpoint.BUNDLED_FOLDER)
+    hosts = app.make_hosts(app.build_parser().parse_args(["--model", folder, str(tiny_checkpoint)]))
+    assert [host.name for host in hosts] == [app.BUNDLED_NAME, "tiny-random"]
 
 
 # Wiring

@@ -520,6 +520,7 @@ def test_the_bundled_demo_is_found(folder, monkeypatch):
     monkeypatch.setattr(checkpoint, "BUNDLED_FOLDER", folder)
     found = find()
     assert (found.folder, found.origin) == (folder, "bundled")
+    assert find(folder / ".." / folder.name).origin == "bundled"
 
 
 def test_without_a_bundled_demo_the_message_says_how_to_name_a_model(tmp_path, monkeypatch):

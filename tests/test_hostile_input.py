@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import sys
 import threading
 import urllib.error
@@ -390,6 +392,12 @@ def test_a_wrong_input_of_a_call_is_answered_in_words(server, inputs, name):
     place, value, message = WRONG_CALLS[name]
     events = call(server, [*inputs[:place], value, *inputs[place + 1 :]])
     assert message in error_of(events) and "passwd" not in events
+
+
+def test_the_log_says_that_a_call_was_refused_and_nothing_that_it_held(server, inputs, caplog):
+    caplog.set_level(logging.INFO)
+    call(server, ["/etc/passwd", *inputs[1:]])
+    assert re.search(r"call refused: \w+ at \w+\.py:\d+ ", caplog.text) and "passwd" not in caplog.text
 
 
 def test_of_an_upload_only_the_stored_file_counts(server, inputs):

@@ -449,12 +449,14 @@ def test_healthz_says_whether_the_model_is_ready_also_behind_a_sign_in(tiny_chec
     may_load = threading.Event()
     host = ModelHost("tiny", lambda progress: may_load.wait(30) and FakeModel())
     broken = ModelHost("broken", lambda progress: (_ for _ in ()).throw(OSError(f"no {tiny_checkpoint}")))
+    later = ModelHost("later", lambda progress: FakeModel())
     broken.load_now()
     host.start()
-    with served(host, broken, auth=[("ann", "secret")]) as blocks:
+    with served(host, broken, later, auth=[("ann", "secret")]) as blocks:
         states = [
             {"name": "tiny", "state": "loading", "answered_by": None},
             {"name": "broken", "state": "error", "answered_by": None},
+            {"name": "later", "state": "not loaded", "answered_by": None},
         ]
         assert read_health(blocks) == (503, {"state": "loading", "models": states})
         may_load.set()

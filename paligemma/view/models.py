@@ -1,4 +1,4 @@
-"""A model that the server holds, and its state: loading, ready, or what went wrong and what to do."""
+"""A model that the server holds, and its state: not loaded, loading, ready, or what went wrong and what to do."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ class ModelHost:
         self.model_name = name
         self.model: PaliGemma | None = None
         self.mask_decoder: MaskDecoder | None = None
-        self.notice = (
-            words.notice("busy", "Loading {name}", name=name) if load else words.notice("error", words.NO_MODEL)
-        )
+        self.notice = words.notice("idle", "{name} is loaded once it is asked for", name=name)
         self._load = load
         self._may_start = threading.Lock()  # taken by who loads, and never given back
         self._mask_decoder_files = tuple(mask_decoder_files)
@@ -63,6 +61,7 @@ class ModelHost:
         self._lent_answer = lend(self._answer_on_loan, serving.seconds_to_answer) if lend else None
         self._look = lend(self._look_on_loan, serving.seconds_to_look) if lend else self._look_here
         if load is None:
+            self.notice = words.notice("error", words.NO_MODEL)
             self._finished.set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelHost:
@@ -71,8 +70,15 @@ class ModelHost:
 
     def start(self) -> None:
         """Begin to load, unless that was done before; returns at once."""
-        if self._load and self._may_start.acquire(blocking=False):
+        if self._begin():
             threading.Thread(target=self._run, name="load model", daemon=True).start()
+
+    def _begin(self) -> bool:
+        """Whether the caller is the one to load the model."""
+        if self._load is None or not self._may_start.acquire(blocking=False):
+            return False
+        self.notice = words.notice("busy", "Loading {name}", name=self.name)
+        return True
 
     @property
     def loading(self) -> bool:
@@ -80,8 +86,10 @@ class ModelHost:
 
     @property
     def state(self) -> str:
-        """ "loading", "ready" or "error"."""
-        return "loading" if self.loading else "ready" if self.model else "error"
+        """ "not loaded" (nobody asked for it yet), "loading", "ready" or "error"."""
+        if self.loading:
+            return "loading" if self._may_start.locked() else "not loaded"
+        return "ready" if self.model else "error"
 
     def wait(self) -> Iterator[words.Notice]:
         """Yield the state now and then while the model loads. Raises ValueError with what to do if it failed.
@@ -98,7 +106,7 @@ class ModelHost:
 
     def load_now(self) -> None:
         """Load in this thread, unless that was done before; returns when it is done."""
-        if self._load and self._may_start.acquire(blocking=False):
+        if self._begin():
             self._run()
 
     def stream(self, image: Image.Image, **request: Any) -> Generator[Step, None, GenerationResult]:
