@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fake_model import PROCESSOR, FakeModel, fake_inspection, make_candidate, make_step
-from PIL import Image
+from PIL import Image, ImageColor
 from tiny_models import tiny_model, tiny_processor
 
 from paligemma.generation import GenerationOptions, GenerationResult, NonFiniteLogitsError, Sampling
@@ -196,6 +196,31 @@ def test_one_step_continues_a_run_that_has_not_ended():
     assert read_request(*plan.arguments)["forced_ids"] == run.token_ids
 
 
+def test_a_branch_from_behind_the_largest_number_of_tokens_gets_to_its_token():
+    history = History()
+    history.add(make_run(1, *["▁a"] * 20))
+    request = read_request(*history.plan_branch(1, 18, 182).arguments)
+    assert request["max_new_tokens"] == len(request["forced_ids"]) == 19
+
+
+def stopped_branch() -> Run:
+    """Of three forced tokens it has one."""
+    run = make_run(2, "▁a", "▁b", "▁c", parent=1, branched_at=2)
+    run.request["forced_ids"] = (0, 10, 22)
+    run.steps = run.steps[:1]
+    run.finish(None)
+    return run
+
+
+def test_a_branch_that_was_stopped_early_goes_on_to_the_token_it_was_made_for():
+    history = History()
+    run = history.add(stopped_branch())
+    (row,) = run_tree(history)["runs"]
+    assert (row["count"], row["branched_at"], row["piece"]) == (1, 3, "")
+    plan = history.plan_step()
+    assert plan.stop_after == 2 and read_request(*plan.arguments)["forced_ids"] == run.request["forced_ids"]
+
+
 def test_the_tree_has_branches_below_the_run_that_they_left():
     history = History()
     for run in (make_run(1, "▁a"), make_run(2, "▁a"), make_run(3, "▁a", parent=1, branched_at=0)):
@@ -234,6 +259,7 @@ VERSIONS = {"python": "3", "torch": "2", "gradio": "6"}
 
 def test_a_run_comes_back_from_its_file_as_it_was():
     run = make_run(1, "<loc0001>", "▁cat", parent=None, branched_at=1)
+    run.request["forced_ids"] = (0, 10)
     back = export.read_run(export.write_run(run, VERSIONS).encode(), 5)
     assert back.number == 5 and back.imported
     assert back.steps == run.steps
@@ -241,6 +267,22 @@ def test_a_run_comes_back_from_its_file_as_it_was():
     assert (back.request, back.model, back.timing, back.finish_reason, back.branched_at) == (
         run.request, run.model, run.timing, run.finish_reason, run.branched_at,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", ["stopped", "time"])
+def test_a_branch_that_ended_before_its_token_comes_back_too(reason):
+    run = stopped_branch()
+    run.finish_reason = reason
+    back = export.read_run(export.write_run(run, VERSIONS).encode(), 5)
+    assert (back.branched_at, len(back.steps), back.request["forced_ids"]) == (2, 1, (0, 10, 22))
+
+
+def test_noise_of_the_largest_size_comes_back():
+    run = make_run(1, "▁a")
+    levels = np.random.default_rng(0).integers(0, 256, (export.MAX_SEEN_SIDE, export.MAX_SEEN_SIDE, 3), np.uint8)
+    run.picture = dataclasses.replace(run.picture, seen=Image.fromarray(levels))
+    back = export.read_run(export.write_run(run, VERSIONS).encode(), 5)
+    assert back.picture.seen.tobytes() == run.picture.seen.tobytes()
 
 
 def change(document: dict, path: str, value: object) -> None:
@@ -340,6 +382,21 @@ def test_objects_are_downloaded_as_coco_and_as_a_picture():
     assert document["categories"] == [{"id": annotation["category_id"], "name": "cat"}]
     drawn = Image.open(io.BytesIO(objects.drawn_picture(run, MaskDecoder().eval())))
     assert drawn.format == "PNG" and drawn.size == (80, 40)
+
+
+def test_a_label_of_several_lines_is_drawn_as_one():
+    several, one = (make_run(1, *BOX, *pieces) for pieces in (("▁cat", "\n", "▁dog"), ("▁cat", "▁dog")))
+    assert objects.object_list(several)["objects"][0]["label"] == "cat\n dog"
+    assert objects.drawn_picture(several) == objects.drawn_picture(one)
+
+
+def test_a_label_at_the_right_edge_is_whole():
+    def label_pixels(left: str, right: str) -> int:
+        run = make_run(1, "<loc0640>", left, "<loc0900>", right, "▁cat")
+        above_the_box = np.asarray(Image.open(io.BytesIO(objects.drawn_picture(run))))[:24]
+        return int((above_the_box == ImageColor.getrgb(objects.PALETTE[0])).all(axis=-1).sum())
+
+    assert label_pixels("<loc1000>", "<loc1023>") == label_pixels("<loc0000>", "<loc0023>") > 50
 
 
 # Attention
@@ -561,14 +618,16 @@ def test_errors_of_the_library_are_shown_and_others_are_not():
     assert "hf_secret" not in secret and "RuntimeError" in secret
 
 
-def test_the_summary_names_the_seed_only_where_chance_had_a_part():
+def test_the_summary_names_the_settings_of_chance_only_where_it_had_a_part():
     run = make_run(1, "▁a")
     assert words.spoken(words.summary(run)).startswith("The answer is complete · 2 tokens · picture 0.01 s")
     assert "seed" not in words.spoken(words.summary(run))
-    run.request["temperature"] = 0.5
-    assert "seed 7" in words.spoken(words.summary(run))
+    run.request |= {"temperature": 0.5, "top_k": 40}
+    assert words.spoken(words.summary(run)).endswith(" · temperature 0.5 · top-k 40 · seed 7")
+    run.request |= {"top_k": 0, "top_p": 0.9}
+    assert words.spoken(words.run_shown(run)) == "Run 1 · 2 tokens · temperature 0.5 · top-p 0.9 · seed 7"
     run.finish(None)
-    assert words.spoken(words.summary(run)) == "Stopped · 2 tokens"
+    assert words.spoken(words.summary(run)) == "Stopped · 2 tokens · temperature 0.5 · top-p 0.9 · seed 7"
 
 
 def test_the_badge_says_that_logits_are_soft_capped():

@@ -11,7 +11,7 @@ The file is one JSON object, in UTF-8:
                     "seen_sha256": of that square's pixels, row by row, RGB}
     request        {"prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "top_n", "forced_ids"}:
                    given to `PaliGemma.stream` with "seen" as the picture, they give the tokens again
-    branched_at    the token at which it left an earlier run, or null
+    branched_at    the token at which it left an earlier run, the last of forced_ids, or null
     finish_reason  "eos", "length", "time" or "stopped"
     timing         {"image_s", "first_token_s", "total_s", "tokens_per_s"} or null
     tokens         a list with the fields of `paligemma.Step` but "index", "text" and "finish_reason"
@@ -45,9 +45,11 @@ from paligemma.view.runs import Run
 FORMAT = "paligemma-run/1"
 MAX_TOKENS = 4096
 MAX_TEXT = 200
+# In base64. Noise of 1024 x 1024 pixels takes about one megabyte as a JPEG file, which a visit keeps as it came; as a
+# PNG file it takes three bytes a pixel.
+MAX_SHOWN_TEXT = 3_000_000
 MAX_SEEN_SIDE = 1024
-# Noise of 1024 x 1024 pixels takes about one megabyte. A visit keeps it as it came.
-MAX_IMAGE_TEXT = 3_000_000
+MAX_SEEN_TEXT = 4_300_000
 MAX_DIGITS = 40
 # Of logits and probabilities that are written in full; what differs by more is not of one distribution.
 TOLERANCE = 1e-4
@@ -186,8 +188,9 @@ def _check_run(steps: Sequence[Step], forced_ids: tuple[int, ...], branched_at: 
     token_ids = tuple(step.token_id for step in steps)
     if token_ids[: len(forced_ids)] != forced_ids[: len(token_ids)]:
         raise ValueError("the tokens do not begin with the request's forced_ids")
-    if branched_at is not None and branched_at >= len(steps):
-        raise ValueError(f"branched_at is {branched_at}, and there are {len(steps)} tokens")
+    # The run may have ended before it got there.
+    if branched_at is not None and branched_at >= len(forced_ids):
+        raise ValueError(f"branched_at is {branched_at}, and there are {len(forced_ids)} forced_ids")
     if any(later.seconds < earlier.seconds for earlier, later in itertools.pairwise(steps)):
         raise ValueError("the tokens' seconds run backwards")
 
@@ -285,9 +288,9 @@ def _versions(place: str, value: Any) -> dict[str, str]:
     return {_text(MAX_TEXT)(place, name): _text(MAX_TEXT)(place, version) for name, version in value.items()}
 
 
-def _image_file(format_name: str, longest_side: int) -> Check:
+def _image_file(format_name: str, longest_side: int, longest_text: int) -> Check:
     def read(place: str, value: Any) -> tuple[bytes, Image.Image]:
-        text = _text(MAX_IMAGE_TEXT)(place, value)
+        text = _text(longest_text)(place, value)
         try:
             file = base64.b64decode(text, validate=True)
             return file, decode_picture(file, (format_name,), longest_side)
@@ -336,8 +339,8 @@ _STEP = {
 _PICTURE = {
     "width": _whole(1, MAX_PIXELS),
     "height": _whole(1, MAX_PIXELS),
-    "shown": _image_file("JPEG", SHOWN_SIDE),
-    "seen": _image_file("PNG", MAX_SEEN_SIDE),
+    "shown": _image_file("JPEG", SHOWN_SIDE, MAX_SHOWN_TEXT),
+    "seen": _image_file("PNG", MAX_SEEN_SIDE, MAX_SEEN_TEXT),
     "seen_sha256": _text(64),
 }
 _REQUEST = {

@@ -145,7 +145,7 @@ def drawn_picture(run: Run, decoder: MaskDecoder | None = None) -> bytes:
         box = (left * scale_x, top * scale_y, right * scale_x, bottom * scale_y)
         if found["mask"]:
             _paint_mask(picture, from_run_lengths(found["mask"]), colour)
-        _draw_box(picture, box, found["label"], colour)
+        _draw_box(picture, box, " ".join(found["label"].split()), colour)  # Pillow draws single lines only
     return png_file(picture)
 
 
@@ -162,7 +162,8 @@ def _draw_box(picture: Image.Image, box: tuple[float, float, float, float], labe
     draw = ImageDraw.Draw(picture)
     font = ImageFont.load_default(max(12, picture.width // 50))
     draw.rectangle(box, outline=colour, width=max(2, picture.width // 300))
-    left, top, right, bottom = draw.textbbox((box[0], box[1]), label, font=font, anchor="lb")
-    shift = max(0, -top)  # a label that would leave the picture stands inside the box
-    draw.rectangle((left, top + shift, right + 6, bottom + shift + 2), fill=colour)
-    draw.text((box[0] + 3, box[1] + shift), label, fill="white", font=font, anchor="lb")
+    left, top, right, bottom = draw.textbbox((0, 0), label, font=font, anchor="lb")
+    # A label that would leave the picture at its right end or at its top is moved inside.
+    x, y = max(0, min(box[0], picture.width - right - 7)), max(box[1], -top)
+    draw.rectangle((x + left, y + top, x + right + 6, y + bottom + 2), fill=colour)
+    draw.text((x + 3, y), label, fill="white", font=font, anchor="lb")

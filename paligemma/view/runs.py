@@ -128,7 +128,8 @@ class History:
         if not 0 <= index < len(run.steps):
             return None
         forced_ids = (*run.token_ids[:index], token_id)
-        return Plan(run.picture, _arguments(run, forced_ids=forced_ids), parent=run.number, branched_at=index)
+        arguments = _arguments(run, len(forced_ids), forced_ids)
+        return Plan(run.picture, arguments, parent=run.number, branched_at=index)
 
     def plan_step(self) -> Plan | None:
         """One token more for the current run; None where nothing can follow."""
@@ -136,8 +137,9 @@ class History:
         if run is None or run.finish_reason in (None, "eos"):
             return None
         count = len(run.steps) + 1
-        longest = max(count, run.request["max_new_tokens"])
-        arguments = _arguments(run, forced_ids=run.token_ids, max_new_tokens=longest)
+        # A branch may have been stopped before all of its forced tokens came.
+        forced_ids = (*run.token_ids, *run.request["forced_ids"][len(run.steps) :])
+        arguments = _arguments(run, count, forced_ids)
         return Plan(run.picture, arguments, run.parent, run.branched_at, run.number, stop_after=count)
 
 
@@ -190,8 +192,9 @@ def _tree_row(run: Run, depth: int, current: Run | None) -> dict[str, Any]:
     }
 
 
-def _arguments(run: Run, **changes: Any) -> tuple[Any, ...]:
-    """The arguments of `read_request` that ask for the same run again, but for the changes."""
+def _arguments(run: Run, count: int, forced_ids: tuple[int, ...]) -> tuple[Any, ...]:
+    """The arguments of `read_request` that ask for the same run again, from other tokens on, at least `count` long."""
     names = ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "top_n", "forced_ids", "time_limit")
-    asked = {**run.request, **changes}
+    longest = max(count, run.request["max_new_tokens"])
+    asked = {**run.request, "forced_ids": forced_ids, "max_new_tokens": longest}
     return tuple(asked[name] for name in names)

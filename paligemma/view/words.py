@@ -46,10 +46,10 @@ def spoken(line: Notice) -> str:
 
 
 def summary(run: Run) -> Notice:
-    """How a run ended, its timings, and the seed when chance had a part in it."""
+    """How a run ended, its timings, and the settings of chance."""
     timing = run.timing
     if timing is None or run.finish_reason not in FINISHED:
-        return {"kind": "idle", "joined": [("Stopped", {}), count_tokens(run.steps)]}
+        return {"kind": "idle", "joined": [("Stopped", {}), count_tokens(run.steps), *chance(run)]}
     parts: list[tuple[str, dict[str, Any]]] = [
         (FINISHED[run.finish_reason], {}),
         count_tokens(run.steps),
@@ -58,14 +58,26 @@ def summary(run: Run) -> Notice:
     ]
     if timing.tokens_per_s is not None:
         parts.append(("{rate} tokens a second", {"rate": f"{timing.tokens_per_s:.1f}"}))
-    if run.request["temperature"] > 0:
-        parts.append(("seed {seed}", {"seed": run.request["seed"]}))
-    return {"kind": "done", "joined": parts}
+    return {"kind": "done", "joined": [*parts, *chance(run)]}
+
+
+def chance(run: Run) -> list[tuple[str, dict[str, Any]]]:
+    """What chance was bound by: temperature, what top-k and top-p keep, and the seed; nothing for a greedy run."""
+    request = run.request
+    if request["temperature"] == 0:
+        return []
+    parts = [("temperature {value}", {"value": f"{request['temperature']:g}"})]
+    if request["top_k"] > 0:
+        parts.append(("top-k {value}", {"value": request["top_k"]}))
+    if request["top_p"] < 1:
+        parts.append(("top-p {value}", {"value": f"{request['top_p']:g}"}))
+    return [*parts, ("seed {seed}", {"seed": request["seed"]})]
 
 
 def run_shown(run: Run) -> Notice:
     """An earlier run is on the page again."""
-    return {"kind": "idle", "joined": [("Run {number}", {"number": run.number}), count_tokens(run.steps)]}
+    parts = [("Run {number}", {"number": run.number}), count_tokens(run.steps)]
+    return {"kind": "idle", "joined": [*parts, *chance(run)]}
 
 
 def count_tokens(steps: Sequence[Step]) -> tuple[str, dict[str, Any]]:
