@@ -133,10 +133,16 @@ def answer_on_page(visit: Visit) -> Iterator[Any]:
         for update in carry_out(visit.host, visit, plan, control):
             yield _news(visit, update)
     except Exception as error:
-        visit.form = None  # it is not what the run on the page was asked
+        _forget_form(visit, plan)
         yield _news(visit, Update(_failure(error)))
     finally:
         control.finished = True
+
+
+def _forget_form(visit: Visit, plan: Plan | None) -> None:
+    """A plan came to nothing: what the form had for a new run is not what the run on the page was asked."""
+    if plan is None or (plan.parent is None and plan.replaces is None):
+        visit.form = None
 
 
 def _news(visit: Visit, update: Update) -> str:
@@ -154,22 +160,27 @@ def send_all(visit: Visit) -> Any:
     """The page missed an update: everything of the current run."""
     run = visit.history.current
     visit.picture = None  # the picture may be what was missed
-    return _news(visit, whole_page(visit.host, visit, run)) if run else gr.skip()
+    return _news(visit, whole_page(visit, run)) if run else gr.skip()
 
 
 def tell_line_is_full(visit: Visit) -> words.Notice:
     """The queue took no more; nothing of the visit but what was asked for is lost."""
-    visit.take_plan()
-    visit.form = None  # what it holds was not asked
+    _forget_form(visit, visit.take_plan())
     visit.control.finished = True
     return words.notice("error", words.LINE_IS_FULL)
 
 
 def ask_to_stop(visit: Visit) -> Any:
-    """Stop was asked for: the run ends behind the token that it is at."""
-    if visit.control.finished:
+    """Stop was asked for: the run ends behind the token that it is at, and one that still waits never begins."""
+    control = visit.control
+    if control.finished:
         return gr.skip()
-    visit.control.stop_asked = True
+    control.stop_asked = True  # first: a run that takes the plan at the same moment looks here before it begins
+    plan = visit.take_plan()
+    if plan:
+        _forget_form(visit, plan)
+        control.finished = True
+        return words.notice("idle", "Stopped")
     return words.notice("busy", "Stopping after this token")
 
 
@@ -187,6 +198,7 @@ def show_picture(visit: Visit, upload: Any) -> tuple[Any, Any]:
 
 def _show_file(visit: Visit, path: str | Path) -> Any:
     """The picture part with this file; nothing before there is a model: only then it is known what that sees."""
+    visit.picture = None
     if visit.host.model is None:
         return gr.skip()
     visit.picture = read_picture(path, visit.host.model.processor)
@@ -227,7 +239,7 @@ def _tasks(host: ModelHost) -> tuple[tasks.Task, ...]:
 def show_run(visit: Visit, event: gr.EventData) -> Any:
     """An earlier run was chosen in the tree."""
     run = visit.history.find(_field(event, "run"))
-    return _news(visit, show_again(visit.host, visit, run) if run else Update(_gone()))
+    return _news(visit, show_again(visit, run) if run else Update(_gone()))
 
 
 def compare_runs(visit: Visit, event: gr.EventData) -> Any:
@@ -276,9 +288,11 @@ def _wait_to_look(visit: Visit, event: gr.EventData) -> Generator[tuple[Any, Any
 
 def download_objects(visit: Visit, event: gr.EventData) -> Any:
     """The picture with its objects as PNG, or the objects as COCO's JSON."""
-    run, decoder = visit.history.find(_field(event, "run")), visit.host.mask_decoder
+    run = visit.history.find(_field(event, "run"))
     if run is None:
         return gr.skip()
+    host = visit.host_of(run)
+    decoder = host and host.mask_decoder
     if _field(event, "kind") == "png":
         file = base64.b64encode(objects.drawn_picture(run, decoder)).decode()
         return _download(visit, "objects.png", "image/png", base64=file)
@@ -303,7 +317,7 @@ def import_run(visit: Visit, upload: Any, picture: Any, prompt: Any) -> Any:
     try:
         run = visit.history.add(export.read_run(read_upload(path), visit.history.next_number()))
         visit.form = (uploaded_path(picture), prompt)
-        return _news(visit, show_again(visit.host, visit, run))
+        return _news(visit, show_again(visit, run))
     except Exception as error:
         return _news(visit, Update(_failure(error)))
 
@@ -317,17 +331,15 @@ def choose_model(visit: Visit, name: Any) -> tuple[Any, ...]:
     """Another model of the list shall answer; it is loaded now if it was not before."""
     visit.model = next((place for place, host in enumerate(visit.hosts) if host.name == name), 0)
     visit.host.start()
-    visit.picture = None  # the next model may see it otherwise
     return show_model(visit)
 
 
-def show_model(visit: Visit) -> tuple[Any, Any, Any, gr.Timer]:
-    """(badge, task chips, inspector, timer): the state of the model, and whether to ask again."""
+def show_model(visit: Visit) -> tuple[Any, Any, gr.Timer]:
+    """(badge, task chips, timer): the state of the model, and whether to ask again."""
     host = visit.host
     loading = host.loading  # first: if it ends meanwhile, the timer asks once more
-    cap = host.model.config.text_config.final_logit_softcapping if host.model else None
     chips = tasks.task_chips(_tasks(host), tasks.note_on(host.name, host.model.source if host.model else None))
-    return host.notice, chips, {"soft_cap": cap}, gr.Timer(active=loading)
+    return host.notice, chips, gr.Timer(active=loading)
 
 
 def _failure(error: Exception) -> words.Notice:
@@ -602,7 +614,7 @@ def _answer_column() -> dict[str, Any]:
 
 
 def _runs_panel() -> tuple[gr.HTML, gr.Button, gr.UploadButton]:
-    tree = part("runs", elem_id="runs")
+    tree = part("runs", most=runs.MAX_RUNS, elem_id="runs")
     with gr.Row(elem_id="files"):
         export_button = gr.Button("Export this run", size="sm", elem_id="export")
         imported = gr.UploadButton("Import a run", file_types=[".json"], size="sm", elem_id="import")
@@ -700,7 +712,7 @@ def _wire_answer(visit: gr.State, form: Form, parts: Parts) -> None:
 
 def _wire_model_state(app: gr.Blocks, visit: gr.State, parts: Parts) -> None:
     timer = gr.Timer(1.0)
-    shown = [parts.badge, parts.tasks, parts.inspector, timer]
+    shown = [parts.badge, parts.tasks, timer]
     gr.on([app.load, timer.tick], show_model, visit, shown, **AT_ONCE)
     parts.models.input(choose_model, [visit, parts.models], shown, **AT_ONCE)
 

@@ -1,11 +1,10 @@
 // What the model could have written in place of the chosen token. Everything comes with the token itself, from
 // paligemma/view/tokens.py; "branch" asks to answer anew from here with another one.
 
-const { t, make, button, makeTable, refill, read, publish, subscribe } = window.paligemma;
+const { t, make, button, makeTable, refill, publish, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("inspector");
 let shown = null;
-let softCap = null; // the bound of PaliGemma 2's logits
 
 function draw() {
   if (!shown) {
@@ -30,7 +29,7 @@ function draw() {
 }
 
 function columns() {
-  return props.columns.map(([title, kind]) => [title === "logit" && softCap ? "soft-capped logit" : title, kind]);
+  return props.columns.map(([title, kind]) => [title === "logit" && shown.soft_capped ? "soft-capped logit" : title, kind]);
 }
 
 function note() {
@@ -42,7 +41,7 @@ function makeHead(token, count) {
   const name = make("strong", "", t("Token {number} of {count}", { number: token.index + 1, count: count }) + ": ");
   name.append(make("code", "", token.piece));
   if (token.role) name.append(make("span", "quiet", " " + token.role));
-  if (token.forced) name.append(make("span", "quiet", " " + t("taken over from the run it branched from")));
+  if (token.forced) name.append(make("span", "quiet", " " + origin(token)));
   const moves = make("span", "moves");
   for (const [sign, by, label] of [["◂", -1, "Previous token"], ["▸", 1, "Next token"]]) {
     const move = button("plain", sign, () => publish("move", by));
@@ -51,6 +50,10 @@ function makeHead(token, count) {
   }
   head.append(name, moves);
   return head;
+}
+
+function origin(token) {
+  return token.by_hand ? t("chosen by hand, in place of the run's own") : t("taken over from the run it branched from");
 }
 
 function decorate(line, row, index) {
@@ -77,7 +80,3 @@ subscribe("token", (value) => {
 });
 subscribe("to the candidates", () => part.querySelector(".branch")?.focus());
 subscribe("language", draw);
-watch("value", () => {
-  softCap = read(props.value)?.soft_cap;
-  draw();
-});

@@ -104,4 +104,11 @@ subscribe("token", (value) => {
   if (!isSame) draw();
 });
 subscribe("language", draw);
-watch("value", draw);
+watch("value", () => {
+  const value = read(props.value);
+  if (!value) return;
+  // Another model may have fewer of them.
+  if (layer >= value.attention.length) layer = -1;
+  if (head >= value.attention[0].length) head = -1;
+  draw();
+});

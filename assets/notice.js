@@ -1,7 +1,7 @@
 // A line that says what the app is doing: {kind, text, values?} of paligemma/view/words.py. With props.follows it
 // also shows the notices of runs.
 
-const { t, retell, make, read, subscribe } = window.paligemma;
+const { t, retell, make, read, forget, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 const dot = make("span", "dot");
 const line = make("span", "words");
@@ -18,7 +18,7 @@ function draw() {
   part.setAttribute("aria-live", kind === "busy" ? "off" : "polite"); // not every token is spoken
   const isFilled = kind === "error" && !Object.keys(values || {}).length; // an error of the library
   const texts = isFilled ? [retell(text)] : sentences.map(([sentence, holes]) => t(sentence, holes));
-  if (place) texts.push(t("place {place} of {count}", { place: place[1], count: place[2] }));
+  if (place && kind === "busy") texts.push(t("place {place} of {count}", { place: place[1], count: place[2] }));
   line.textContent = texts.join(" · ");
 }
 
@@ -38,6 +38,9 @@ subscribe("language", draw);
 watch("value", () => show(read(props.value)));
 const parent = element.closest(".block");
 if (props.follows) {
-  subscribe("new notice", show);
+  subscribe("new notice", (news) => {
+    show(news);
+    forget(props);
+  });
   new MutationObserver(readPlace).observe(parent, { childList: true, subtree: true, characterData: true });
 }

@@ -7,6 +7,7 @@
 // table(columns, rows)  a table; see makeTable
 // refill(part, ...)     other elements in a part, with the focus where it was
 // readable(text)        an answer without its location and mask tokens
+// read, forget          a part's value, and that it no longer shows it
 // publish, subscribe    how parts tell each other what was chosen; a late subscriber gets the last word
 //
 // window.paligemmaWords, {language: {English text: translated text}}, comes from assets/words.json.
@@ -196,13 +197,20 @@ window.paligemma = (function () {
   function read(value) {
     return typeof value === "string" ? (value ? JSON.parse(value) : null) : value || null;
   }
+  // Gradio tells a part only of a value that differs from the one before. So a part that shows something else by now,
+  // from news or by itself, forgets its value: then the same one can come again.
+  function forget(props) {
+    props.value = "";
+  }
 
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") document.querySelector("#stop")?.click();
+    // While a word is being composed, as in Chinese, Esc only ends that.
+    if (event.key === "Escape" && !event.isComposing) document.querySelector("#stop")?.click();
   });
   useLanguage(language);
   return {
-    t, retell, make, button, svg, makeTable, refill, readable, read, publish, subscribe, chooseLanguage, chooseTheme, startTheme,
+    t, retell, make, button, svg, makeTable, refill, readable, read, forget, publish, subscribe, chooseLanguage,
+    chooseTheme, startTheme,
     get language() {
       return language;
     },

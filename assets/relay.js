@@ -1,5 +1,8 @@
 // Hands its value on to the other parts, under the name props.topic. Nothing is drawn.
 
-const { read, publish } = window.paligemma;
+const { read, forget, publish } = window.paligemma;
 
-watch("value", () => publish(props.topic, read(props.value)));
+watch("value", () => {
+  publish(props.topic, read(props.value));
+  forget(props);
+});

@@ -1,7 +1,7 @@
 // The runs of this visit, each below the one that it branched from, and two of them side by side:
 // {runs, compared} of paligemma/view/runs.py. "open" shows a run again, "compare" asks for two.
 
-const { t, make, button, refill, readable, read, subscribe } = window.paligemma;
+const { t, make, button, refill, readable, read, forget, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("runs");
 let ticked = [];
@@ -11,7 +11,10 @@ let value = { runs: [], compared: null };
 function draw() {
   const { runs, compared } = value;
   ticked = ticked.filter((number) => runs.some((run) => run.number === number));
-  if (!runs.length) return refill(part, make("p", "empty", t("Every run stays here, and every branch below the run it left.")));
+  if (!runs.length) {
+    const kept = t("The last {count} runs stay here, and every branch below the run it left.", { count: props.most });
+    return refill(part, make("p", "empty", kept));
+  }
   const list = make("ul", "tree");
   list.append(...runs.map(drawRun));
   const parts = [list, make("p", "quiet", t("Tick two runs to see them side by side."))];
@@ -68,5 +71,6 @@ subscribe("language", draw);
 watch("value", () => show(read(props.value)));
 subscribe("new runs", (tree) => {
   show(tree);
+  forget(props);
   if (ticked.length === 2) trigger("compare", { runs: ticked }); // they stay side by side
 });

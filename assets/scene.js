@@ -1,7 +1,8 @@
 // The picture with what the answer says is in it: {src, width, height, seen, side, patches} of
-// paligemma/view/picture.py, and the objects that the table of objects publishes.
+// paligemma/view/picture.py, and the objects that the table of objects publishes. Publishes "picture", that of the
+// run whose answer is shown: a person may have chosen another one since.
 
-const { t, make, button, refill, read, publish, subscribe } = window.paligemma;
+const { t, make, button, refill, read, forget, publish, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 let objects = [];
 let marked = null;
@@ -10,7 +11,6 @@ let scene = null;
 
 function draw() {
   document.body.classList.toggle("has-picture", Boolean(scene));
-  publish("picture", scene);
   if (!scene) return refill(part);
   const figure = make("div", "picture");
   figure.style.aspectRatio = `${scene.width} / ${scene.height}`;
@@ -21,6 +21,7 @@ function draw() {
   figure.append(image, make("div", "layer"));
   const other = button("plain change", t("Choose another picture"), () => {
     show(null);
+    forget(props);
     trigger("clear", {});
   });
   refill(part, figure, seenLine(scene), other);
@@ -75,7 +76,14 @@ function show(value) {
   draw();
 }
 
-subscribe("new scene", show);
+subscribe("new strip", ({ start }) => {
+  if (start === 0) publish("picture", scene); // a run begins, or is shown again
+});
+subscribe("new scene", (value) => {
+  show(value);
+  publish("picture", scene);
+  forget(props);
+});
 subscribe("objects", (value) => {
   objects = value.objects;
   drawObjects();
@@ -85,4 +93,7 @@ subscribe("marked object", (index) => {
   drawObjects();
 });
 subscribe("language", draw);
-watch("value", () => show(read(props.value)));
+watch("value", () => {
+  objects = []; // they are in the picture before
+  show(read(props.value));
+});

@@ -1,5 +1,5 @@
 // The answer: its text, a chip a token, and a line over all tokens. Gets only what is new:
-// {run, start, count, done, tokens} of paligemma/view/tokens.py. Publishes "token", the chosen one with all its
+// {run, start, count, done, soft_capped, tokens} of `strip_of` in paligemma/view/runner.py. Publishes "token", the chosen one with all its
 // numbers, so that it is shown without asking the server again.
 
 const { t, make, button, svg, readable, publish, subscribe } = window.paligemma;
@@ -8,6 +8,7 @@ part.classList.add("answer");
 
 let run = null;
 let tokens = [];
+let softCapped = false; // the run's logits, which only PaliGemma 2 does
 let chosen = null;
 let follows = true; // the newest token is the chosen one until a person chooses
 let marked = [];
@@ -29,7 +30,7 @@ const below = (value, bounds) => bounds.filter((bound) => value < bound).length;
 // The frame, made once
 
 const title = make("h2");
-const copy = button("plain copy", "", () => navigator.clipboard?.writeText(part.dataset.text || ""));
+const copy = button("plain copy", "", copyText);
 const text = make("p", "text");
 const strip = make("div", "strip");
 const line = svg("svg", { viewBox: "0 0 600 50", preserveAspectRatio: "none", class: "line" });
@@ -49,6 +50,27 @@ function drawWords() {
   drawEmpty();
   drawSelect();
   drawLegend();
+}
+
+async function copyText() {
+  const answer = part.dataset.text || "";
+  try {
+    await navigator.clipboard.writeText(answer);
+  } catch {
+    copySelected(answer); // over plain http there is no clipboard
+  }
+  copy.textContent = t("Copied");
+  setTimeout(() => (copy.textContent = t("Copy")), 1500);
+}
+
+function copySelected(answer) {
+  const field = make("textarea");
+  field.value = answer;
+  copy.after(field);
+  field.select();
+  document.execCommand("copy");
+  field.remove();
+  copy.focus();
 }
 
 // What stands where an answer has no text.
@@ -162,7 +184,7 @@ function choose(index, byPerson, takesFocus = byPerson) {
   chip.setAttribute("aria-selected", "true");
   chip.tabIndex = 0;
   drawCursor();
-  publish("token", { run: run, count: tokens.length, token: tokens[index] });
+  publish("token", { run: run, count: tokens.length, soft_capped: softCapped, token: tokens[index] });
   // Sizes are asked for when all is written, else the browser works them out for each part anew.
   if (takesFocus) chip.focus({ preventScroll: true });
   const bottom = chip.offsetTop + chip.offsetHeight + 4;
@@ -215,6 +237,7 @@ line.addEventListener("click", (event) => {
 function update(value) {
   if (value.start === 0) empty(value.run);
   if (value.run !== run || value.start > tokens.length) return; // all of it was asked for again: see news.js
+  softCapped = value.soft_capped;
   addTokens(value.tokens.slice(tokens.length - value.start));
   part.setAttribute("aria-busy", String(!value.done));
   drawEmpty();

@@ -15,20 +15,26 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import gradio as gr
+import numpy as np
 import pytest
-from fake_model import FakeModel, fake_inspection, fake_picture_shares
+from fake_model import PROCESSOR, FakeModel, fake_inspection, fake_picture_shares
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 
 import app
 import paligemma
 from paligemma import checkpoint, lens
+from paligemma.masks import MaskDecoder
+from paligemma.processing import image_to_pixels
 from paligemma.view import models, runner, serving, tasks, words
 from paligemma.view.examples import Example
 from paligemma.view.models import ModelHost
+from paligemma.view.picture import seen_picture
 from paligemma.view.runner import Update
 from paligemma.view.visit import Visit
 
@@ -265,9 +271,36 @@ def test_stop_ends_a_run_behind_the_token_that_it_is_at(picture_file, monkeypatc
 def test_a_run_that_was_stopped_before_its_turn_does_nothing(picture_file):
     visit = make_visit()
     ask(visit, picture_file)
-    app.ask_to_stop(visit)
-    updates = answer(visit)
-    assert updates[-1].notice["text"] == "Stopped" and not visit.host.model.requests
+    assert app.ask_to_stop(visit) == words.notice("idle", "Stopped")  # at once: the line may be long
+    assert app.ask_to_stop(visit) == gr.skip()
+    assert answer(visit) == [Update(*[gr.skip()] * 5)] and not visit.host.model.requests
+    step_once(visit, picture_file)  # nothing of it is left to go on from
+    assert [len(run.steps) for run in visit.history] == [1]
+
+
+def test_a_run_that_is_stopped_as_it_takes_its_turn_does_nothing(picture_file):
+    visit = make_visit()
+    ask(visit, picture_file)
+    events = app.answer_on_page(visit)
+    next(events)
+    assert app.ask_to_stop(visit)["text"] == "Stopping after this token"
+    assert decoded(list(events)[-1]).notice["text"] == "Stopped" and not visit.host.model.requests
+
+
+def test_an_answer_that_is_stopped_at_its_last_token_is_complete(picture_file, monkeypatch):
+    model = FakeModel(("▁a",))
+    visit = make_visit(model)
+    written = model.stream
+
+    def stop_at_the_end(*args, **kwargs) -> Iterator:
+        stream = written(*args, **kwargs)
+        yield next(stream)
+        app.ask_to_stop(visit)
+        return (yield from stream)
+
+    monkeypatch.setattr(model, "stream", stop_at_the_end)
+    updates = run_page(visit, picture_file)
+    assert words.spoken(updates[-1].notice).startswith("The answer is complete · 2 tokens · picture 0.01 s")
 
 
 def test_of_several_requests_in_line_only_the_newest_runs(picture_file):
@@ -294,6 +327,7 @@ def test_a_branch_answers_anew_by_id_and_keeps_the_earlier_run(picture_file):
     ]  # fmt: skip
     tokens = decoded(app.send_all(visit)).strip["tokens"]
     assert [token["forced"] for token in tokens] == [True, True, False, False]
+    assert [token["by_hand"] for token in tokens] == [False, True, False, False]
     assert tokens[1]["chosen"] == 2 and tokens[1]["rows"][2]["id"] == 12
 
 
@@ -331,6 +365,44 @@ def test_a_step_that_fails_takes_no_token_away(picture_file, monkeypatch):
     monkeypatch.setattr(model, "stream", lambda *args, **kwargs: break_after(1, written(*args, **kwargs)))
     assert "RuntimeError" in step_once(visit, picture_file)[-1].notice["text"]
     assert [len(run.steps) for run in visit.history] == [2]
+    monkeypatch.undo()
+    step_once(visit, picture_file)  # the same run goes on
+    assert [len(run.steps) for run in visit.history] == [3]
+
+
+def run_of_two_tokens(picture: Path) -> Visit:
+    """A visit whose one run ended at its largest number of tokens, which is two."""
+    visit = make_visit(FakeModel(("▁a", "▁cat", "▁b", "▁c")))
+    run_page(visit, picture, max_new_tokens=2)  # which the scripted model does not heed
+    run = visit.history.current
+    run.steps, run.finish_reason = run.steps[:2], "length"
+    return visit
+
+
+def test_while_one_step_writes_a_run_again_that_keeps_what_it_has(picture_file):
+    visit = run_of_two_tokens(picture_file)
+    run, before = visit.history.current, copy.copy(visit.history.current)
+    app.ask_for_step(visit, upload(picture_file), "caption en", *DECODING.values())
+    events = app.answer_on_page(visit)
+    while decoded(next(events)).notice["text"] != "One step on":
+        pass
+    assert visit.history.current is run and run.steps == before.steps
+    app.ask_to_stop(visit)
+    list(events)
+    assert visit.history.current == before  # its reason and its times too
+
+
+def test_a_run_that_went_on_can_be_branched_at_its_new_tokens(picture_file):
+    visit = run_of_two_tokens(picture_file)
+    for count in (3, 4):
+        step_once(visit, picture_file)
+        run = visit.history.current
+        assert (len(run.steps), run.request["max_new_tokens"]) == (count, count)
+        assert (run.finish_reason, run.timing) == ("stopped", None)
+    app.ask_for_branch(visit, event(run=1, index=3, token_id=31))
+    assert shown_pieces(answer(visit))[:4] == ["␣a", "␣cat", "␣b", "␣other"]
+    request = visit.host.model.requests[-1]
+    assert len(request["forced_ids"]) == request["max_new_tokens"] == 4
 
 
 def test_what_found_the_line_full_is_not_asked_later(picture_file):
@@ -451,6 +523,51 @@ def test_another_model_s_run_is_shown_but_not_continued(picture_file, tmp_path):
     assert "made by other" in answer(visit)[-1].notice["text"]
 
 
+def processor_of_side(side: int) -> SimpleNamespace:
+    changes = {"image_size": side, "num_image_tokens": 4, "image_to_pixels": partial(image_to_pixels, size=side)}
+    return SimpleNamespace(**{**vars(PROCESSOR), **changes})
+
+
+def test_another_model_is_asked_about_the_picture_on_the_page_as_it_sees_it(picture_file, tmp_path):
+    visit = make_visit()
+    run_page(visit, picture_file)
+    text = app.export_run(visit)[1]["text"]
+    smaller = FakeModel()
+    smaller.processor = processor_of_side(28)
+    for picture in (picture_file, None):  # one from a file, and one that came with a run
+        other = make_visit(FakeModel(), ready_host(smaller, "smaller"))
+        if picture:
+            app.show_picture(other, upload(picture))
+        else:
+            import_file(other, tmp_path, text)
+        app.choose_model(other, "smaller")
+        (scene,) = [update.scene for update in run_page(other, picture) if update.scene != gr.skip()]
+        assert (scene["width"], scene["side"], scene["patches"]) == (64, 28, 4)
+        seen, wanted = smaller.requests[-1]["image"], seen_picture(app.open_picture(picture_file), smaller.processor)
+        difference = np.abs(np.asarray(seen, dtype=int) - np.asarray(wanted))
+        assert difference.max() <= (0 if picture else 8)  # what is shown is a JPEG file
+
+
+def test_a_run_is_shown_as_the_model_reads_it_that_made_it(picture_file, tmp_path):
+    second = ready_host(FakeModel(SEGMENTED), "second")
+    second.mask_decoder = MaskDecoder.load(BUNDLED_MASKS)
+    capped = SimpleNamespace(final_logit_softcapping=30.0)
+    second.model.config = SimpleNamespace(text_config=capped)
+    visit = make_visit(FakeModel(), second)
+    app.choose_model(visit, "second")
+    assert all(update.strip["soft_capped"] for update in run_page(visit, picture_file) if update.strip != gr.skip())
+    text = app.export_run(visit)[1]["text"]
+    app.choose_model(visit, "scripted")
+    shown = decoded(app.show_run(visit, event(run=1)))
+    assert shown.objects["objects"][0]["mask"] and shown.strip["soft_capped"]
+    assert '"counts"' in app.download_objects(visit, event(run=1, kind="coco"))["text"]
+    other = make_visit()
+    other.host.mask_decoder = second.mask_decoder  # it reads the codes of its own model only
+    shown = decoded(import_file(other, tmp_path, text))
+    assert shown.objects["has_codes"] and shown.scene["patches"] is None and not shown.strip["soft_capped"]
+    assert '"counts"' not in app.download_objects(other, event(run=1, kind="coco"))["text"]
+
+
 SEGMENTED = (*(f"<loc{place:04}>" for place in (256, 512, 768, 1023)), *["<seg010>"] * 16, "▁cat")
 
 
@@ -557,14 +674,14 @@ def test_the_badge_follows_the_loading_and_then_rests():
     visit = Visit((host,))
     while "25%" not in words.spoken(host.notice):
         time.sleep(0.01)
-    notice, chips, _, timer = app.show_model(visit)
+    notice, chips, timer = app.show_model(visit)
     assert timer.active and not chips["chips"] and words.spoken(notice) == "Loading scripted: 25%"
     may_load.set()
     assert host._finished.wait(10)
-    notice, chips, inspector, timer = app.show_model(visit)
+    notice, chips, timer = app.show_model(visit)
     assert chips["note"] == tasks.BUNDLED_NOTE
     assert notice == words.notice("done", "scripted · 0 K · float32 · cpu") and not timer.active
-    assert chips["chips"] and inspector == {"soft_cap": None}
+    assert chips["chips"]
 
 
 def test_models_of_the_list_are_loaded_when_they_are_chosen(picture_file):

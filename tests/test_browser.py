@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -213,7 +214,10 @@ def test_a_branch_is_answered_anew_and_both_runs_stay(page, model):
     wait_until_done(page)
     assert model.requests[-1]["forced_ids"] == (0, 12)
     assert pieces(page) == [SHOWN[0], "␣else", *SHOWN[2:]]
+    page.click("#strip .token[data-index='0']")
+    assert "taken over" in page.inner_text("#inspector .head")
     page.click("#strip .token[data-index='1']")
+    assert "chosen by hand" in page.inner_text("#inspector .head")
     assert page.locator("#inspector tr.chosen td").nth(2).inner_text() == "12"
     page.click("#tab-panel-runs")
     for tick in page.locator("#runs input[type=checkbox]").all():
@@ -223,6 +227,9 @@ def test_a_branch_is_answered_anew_and_both_runs_stay(page, model):
     page.click("#runs .tree li:first-child .run")
     page.wait_for_function("document.querySelectorAll('#strip .token')[1].textContent === '␣cat'")
     page.wait_for_selector("#runs .compared")  # side by side they stay
+    page.evaluate("document.querySelector('#runs .compared').dataset.old = ''")
+    page.click("#runs .tree li:first-child .run")  # which is there already
+    page.wait_for_selector("#runs .compared:not([data-old])")
 
 
 def test_one_step_at_a_time(page):
@@ -293,9 +300,103 @@ def test_attention_is_drawn_over_the_right_patch(page):
     assert page.locator("#look tbody tr").count() == 3
     page.select_option("#strip .head select", "image attention")
     page.wait_for_selector("#strip .token.cool2")
+    page.evaluate("document.querySelectorAll('#strip .token').forEach((token) => (token.dataset.old = ''))")
+    page.click("#tab-panel-runs")
+    page.click("#runs .current .run")  # shown again, it is coloured again
+    page.wait_for_selector("#strip .token.cool2:not([data-old])")
     run(page, "detect dog")  # the next answer is coloured so too
     wait_for_tokens(page, len(SHOWN))
     page.wait_for_function(f"document.querySelectorAll('#strip .token.cool2').length === {len(SHOWN)}")
+
+
+def test_a_layer_that_another_model_lacks_is_chosen_no_more(page, model, monkeypatch):
+    monkeypatch.setattr(model, "seconds_a_token", 0.0)
+    run_to_the_end(page)
+    page.click("#tab-panel-look")
+    page.click("#look .ask")
+    for place in (0, 1):
+        page.select_option(f"#look select >> nth={place}", "1")
+
+    def look_into_a_smaller_model(*arguments):
+        found = fake_inspection(*arguments)
+        return replace(found, attention=found.attention[:1, :1], picture_share=found.picture_share[:1, :1])
+
+    monkeypatch.setattr(app.lens, "inspect", look_into_a_smaller_model)
+    page.click("#strip .token[data-index='2']")
+    page.click("#look .ask")
+    page.wait_for_selector("#look .patches")
+    assert [page.input_value(f"#look select >> nth={place}") for place in (0, 1)] == ["-1", "-1"]
+
+
+def test_a_newly_chosen_picture_gets_no_boxes_of_the_answer_about_another(page, model, monkeypatch):
+    monkeypatch.setattr(model, "pieces", (*BOXES, "<eos>"))
+    monkeypatch.setattr(model, "seconds_a_token", 0.0)
+    run_to_the_end(page)
+    page.wait_for_selector("#scene .box")
+    asked_about = page.get_attribute("#scene .picture img", "src")
+    page.click("#scene .change")
+    page.wait_for_function("!document.body.classList.contains('has-picture')")
+    page.set_input_files("#picture input[type=file]", str(app.ASSETS / "examples" / "garden.png"))
+    page.wait_for_selector("#scene .picture img")
+    assert page.locator("#scene .box").count() == 0
+    page.click("#tab-panel-look")
+    page.click("#look .ask")  # the answer is still the one about the other picture
+    page.wait_for_selector("#look .patches")
+    assert page.get_attribute("#look .picture img", "src") == asked_about
+    page.click("#tab-panel-runs")
+    page.click("#runs .run")
+    page.wait_for_selector("#scene .box")
+    assert page.get_attribute("#scene .picture img", "src") == asked_about
+
+
+def test_what_was_shown_before_is_shown_again(browser, url, model, monkeypatch):
+    monkeypatch.setattr(model, "seconds_a_token", 0.0)
+    page = open_page(browser, url)
+    page.click("#tab-panel-runs")
+    assert page.inner_text("#runs").startswith("The last 20 runs stay here")
+    sources = []
+    for count in (1, 2):
+        run_example(page, count, count)
+        sources.append(page.get_attribute("#scene .picture img", "src"))
+    page.click("#runs .tree li:first-child .run")
+    wait_for_picture(page, sources[0])
+    page.evaluate(
+        """() => {
+          window.said = [];
+          const note = () => window.said.push(document.querySelector("#notice .words").textContent);
+          new MutationObserver(note).observe(document.querySelector("#notice .words"), { childList: true });
+        }"""
+    )
+    run_example(page, 2, 3)
+    wait_for_picture(page, sources[1])
+    assert any(text.startswith("Waiting for its turn") for text in page.evaluate("said"))
+    page.click("#scene .change")
+    page.wait_for_function("!document.body.classList.contains('has-picture')")
+    run_example(page, 2, 4)
+    wait_for_picture(page, sources[1])
+    page.close()
+
+
+def run_example(page, place: int, count_after: int) -> None:
+    page.click(f"#example-chips .chip >> nth={place}")
+    page.wait_for_function(f"document.querySelectorAll('#runs .tree li').length === {count_after}")
+    wait_until_done(page)
+
+
+def wait_for_picture(page, source: str) -> None:
+    page.wait_for_function("(src) => document.querySelector('#scene .picture img')?.src === src", arg=source)
+
+
+def test_an_answer_is_copied_also_where_there_is_no_clipboard(page, model, monkeypatch):
+    monkeypatch.setattr(model, "seconds_a_token", 0.0)
+    run_to_the_end(page)
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page.click("#strip .copy")
+    page.wait_for_function("document.querySelector('#strip .copy').textContent === 'Copied'")
+    page.fill("#prompt textarea", "")
+    page.press("#prompt textarea", "Control+v")
+    assert page.input_value("#prompt textarea") == page.get_attribute("#strip .part", "data-text")
+    page.wait_for_function("document.querySelector('#strip .copy').textContent === 'Copy'")
 
 
 def set_temperature(page, value: str) -> None:
@@ -324,6 +425,9 @@ def test_without_a_seed_every_run_gets_a_fresh_one(page, model):
 def test_stop_ends_the_run_and_keeps_what_was_written(page):
     run(page)
     wait_for_tokens(page, 3)
+    composing = "new KeyboardEvent('keydown', { key: 'Escape', isComposing: true, bubbles: true })"
+    page.evaluate(f"document.querySelector('#prompt textarea').dispatchEvent({composing})")
+    wait_for_tokens(page, 5)
     page.keyboard.press("Escape")
     page.wait_for_function("document.querySelector('#notice .words').textContent.startsWith('Stopped')")
     assert 3 <= len(pieces(page)) < len(SHOWN)

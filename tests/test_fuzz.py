@@ -223,6 +223,6 @@ def test_a_run_is_imported_and_shown_or_refused(host, file):
         assert len(str(error)) < 1000
         return
     visit = Visit((host,))
-    assert app._news(visit, show_again(host, visit, visit.history.add(run))).encode()
+    assert app._news(visit, show_again(visit, visit.history.add(run))).encode()
     again = export.read_run(export.write_run(run, VERSIONS).encode(), 1)
     assert again.steps == run.steps and again.request == run.request

@@ -242,6 +242,7 @@ def test_the_oldest_run_goes_when_there_are_too_many_and_its_branches_stay():
         history.add(make_run(number, "▁a", parent=1 if number > 1 else None))
     rows = run_tree(history)["runs"]
     assert len(rows) == MAX_RUNS and all(row["depth"] == 0 for row in rows)
+    assert f"The last {MAX_RUNS} stay" in (ASSETS.parent / "README.md").read_text(encoding="utf-8")
 
 
 def test_two_runs_side_by_side_show_where_they_differ():

@@ -91,6 +91,11 @@ class ModelHost:
             return "loading" if self._may_start.locked() else "not loaded"
         return "ready" if self.model else "error"
 
+    @property
+    def soft_cap(self) -> float | None:
+        """The bound of the loaded model's logits; None where they have none."""
+        return self.model.config.text_config.final_logit_softcapping
+
     def wait(self) -> Iterator[words.Notice]:
         """Yield the state now and then while the model loads. Raises ValueError with what to do if it failed.
 

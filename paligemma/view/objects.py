@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from paligemma.masks import MaskDecoder, from_run_lengths
 from paligemma.parsing import Detection, Problem, parse
 from paligemma.view import events
-from paligemma.view.picture import Picture, data_url, png_file
+from paligemma.view.picture import data_url, png_file, shown_image
 from paligemma.view.runs import Run
 from paligemma.view.tokens import format_share
 
@@ -137,7 +136,7 @@ def _annotation(number: int, found: dict[str, Any], category: int) -> dict[str, 
 
 def drawn_picture(run: Run, decoder: MaskDecoder | None = None) -> bytes:
     """The picture with its boxes, labels and masks, as a PNG file; no side above that of `Picture.shown`."""
-    picture = _shown_image(run.picture)
+    picture = shown_image(run.picture)
     scale_x, scale_y = picture.width / run.picture.width, picture.height / run.picture.height
     for number, found in enumerate(events.detections(run.steps, run.picture.size, decoder)):
         colour = PALETTE[number % len(PALETTE)]
@@ -147,10 +146,6 @@ def drawn_picture(run: Run, decoder: MaskDecoder | None = None) -> bytes:
             _paint_mask(picture, from_run_lengths(found["mask"]), colour)
         _draw_box(picture, box, " ".join(found["label"].split()), colour)  # Pillow draws single lines only
     return png_file(picture)
-
-
-def _shown_image(picture: Picture) -> Image.Image:
-    return Image.open(io.BytesIO(picture.shown), formats=("JPEG",)).convert("RGB")
 
 
 def _paint_mask(picture: Image.Image, mask: np.ndarray, colour: str) -> None:

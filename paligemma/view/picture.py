@@ -6,7 +6,7 @@ import base64
 import io
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,27 +97,48 @@ class Picture:
         width, height: of the upright picture, in pixels.
         shown: a JPEG file of it with no side above SHOWN_SIDE.
         seen: the square that the model sees: the processor makes the same pixels of it as of the picture itself.
+        file: where the picture was read; None: it came with a run.
     """
 
     width: int
     height: int
     shown: bytes
     seen: Image.Image
+    file: str | Path | None = None
 
     @property
     def size(self) -> tuple[int, int]:
         return self.width, self.height
 
 
-def make_picture(image: Image.Image, processor: PaliGemmaProcessor) -> Picture:
-    """Keep what is needed of an upright picture; `image` itself may go."""
-    return Picture(image.width, image.height, _shown_file(image), seen_picture(image, processor))
+def make_picture(image: Image.Image, processor: PaliGemmaProcessor, file: str | Path | None = None) -> Picture:
+    """Keep what is needed of an upright picture, which was read from `file`; `image` itself may go."""
+    return Picture(image.width, image.height, _shown_file(image), seen_picture(image, processor), file)
 
 
 def read_picture(path: str | Path | None, processor: PaliGemmaProcessor) -> Picture:
     """`open_picture` and `make_picture`, for handlers that wait in no queue: a few at a time."""
     with _decoders:
-        return make_picture(open_picture(path), processor)
+        return make_picture(open_picture(path), processor, path)
+
+
+def fit_picture(picture: Picture, processor: PaliGemmaProcessor) -> Picture:
+    """The picture for a model that may see another square than the one it was kept for.
+
+    Its file is read again; what is shown, which is a little coarser, stands in for one that is not there.
+    """
+    if picture.seen.width == processor.image_size:
+        return picture
+    try:
+        image = open_picture(picture.file)
+    except ValueError:
+        image = shown_image(picture)
+    return replace(picture, seen=seen_picture(image, processor))
+
+
+def shown_image(picture: Picture) -> Image.Image:
+    """What is shown of a picture, decoded."""
+    return Image.open(io.BytesIO(picture.shown), formats=("JPEG",)).convert("RGB")
 
 
 def seen_picture(image: Image.Image, processor: PaliGemmaProcessor) -> Image.Image:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paligemma.generation import Sampling
 from paligemma.view import objects, tokens, words
-from paligemma.view.picture import Picture, make_picture, open_picture, scene
+from paligemma.view.picture import Picture, fit_picture, make_picture, open_picture, scene
 from paligemma.view.requests import check_prompt_length, read_request
 from paligemma.view.runs import Plan, Run, run_tree
 from paligemma.view.visit import RunControl, Visit
@@ -65,7 +65,10 @@ def carry_out(host: ModelHost, visit: Visit, plan: Plan, control: RunControl) ->
         yield Update(words.notice("idle", "Stopped"))
         return
     check_prompt_length(host.model.processor, request["prompt"])
-    picture = image if isinstance(image, Picture) else make_picture(image, host.model.processor)
+    if isinstance(image, Picture):
+        picture = fit_picture(image, host.model.processor)
+    else:
+        picture = make_picture(image, host.model.processor, plan.picture)
     sampling = Sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
     request["seed"] = sampling.with_seed().seed
     run = _new_run(host, visit, plan, picture, request)
@@ -77,14 +80,13 @@ def carry_out(host: ModelHost, visit: Visit, plan: Plan, control: RunControl) ->
 
 
 def _new_run(host: ModelHost, visit: Visit, plan: Plan, picture: Picture, request: dict[str, Any]) -> Run:
-    """The run of a plan, not yet in the history. A run that goes on keeps its number, its request and its tokens."""
+    """The run of a plan: a new one, not yet in the history, or the one that goes on."""
     earlier = visit.history.find(plan.replaces if plan.replaces is not None else plan.parent)
     if earlier:
         require_same_model(host, earlier)
-    if plan.replaces is None:
-        number = visit.history.next_number()
-        return Run(number, picture, request, host.facts(), plan.parent, plan.branched_at)
-    return Run(earlier.number, picture, earlier.request, earlier.model, plan.parent, plan.branched_at)
+    if plan.replaces is not None:
+        return earlier
+    return Run(visit.history.next_number(), picture, request, host.facts(), plan.parent, plan.branched_at)
 
 
 def require_same_model(host: ModelHost, run: Run) -> None:
@@ -96,17 +98,18 @@ def require_same_model(host: ModelHost, run: Run) -> None:
 def _write_answer(
     host: ModelHost, visit: Visit, run: Run, request: dict[str, Any], control: RunControl, stop_after: int | None
 ) -> Iterator[Update]:
-    earlier = visit.history.find(run.number)
-    shown = len(earlier.steps) if earlier else 0  # tokens that the strip has already
+    is_new = visit.history.find(run.number) is None
+    shown = len(run.steps)  # tokens that the strip has already
     drawn, shown_at = None, 0.0
     stream = host.stream(run.picture.seen, **request)
     visit.history.add(run)
-    yield _first_update(host, visit, run, is_new=earlier is None)
+    yield _first_update(host, visit, run, is_new)
     following = Following(stream)
     try:
         for step in following:
-            run.steps = following.steps
-            if control.stop_asked or (len(run.steps) == stop_after and step.finish_reason is None):
+            if len(following.steps) > len(run.steps):  # a run that goes on is written again up to where it was
+                run.steps = following.steps
+            if step.finish_reason is None and (control.stop_asked or len(run.steps) == stop_after):
                 break
             # The last token comes with the update of the end, which follows at once.
             is_due = step.finish_reason is None and time.monotonic() - shown_at >= UPDATE_INTERVAL_S
@@ -114,13 +117,13 @@ def _write_answer(
                 shown_at = time.monotonic()
                 found = objects.object_list(run, host.mask_decoder)
                 notice = words.notice("busy", "Token {number}", number=len(run.steps))
-                yield Update(notice, strip_of(run, shown), None if found == drawn else found)
+                yield Update(notice, strip_of(host, run, shown), None if found == drawn else found)
                 shown, drawn = len(run.steps), found
     finally:
         stream.close()
-        if earlier and len(run.steps) < len(earlier.steps):  # it ended before it got to where it was
-            run.steps = earlier.steps
-    run.finish(following.result)
+    if run.steps is following.steps:  # else it ended before it got beyond where it was
+        run.request = {**run.request, "max_new_tokens": request["max_new_tokens"]}
+        run.finish(following.result)
     control.finished = True  # before the page hears of it: what is pressed next must find it so
     yield _last_update(host, visit, run, shown)
 
@@ -131,7 +134,7 @@ def _last_update(host: ModelHost, visit: Visit, run: Run, shown: int) -> Update:
     if visit.history.current is not run:
         return Update(runs=tree)
     return Update(
-        words.summary(run), strip_of(run, shown, done=True), objects.object_list(run, host.mask_decoder), tree
+        words.summary(run), strip_of(host, run, shown, done=True), objects.object_list(run, host.mask_decoder), tree
     )
 
 
@@ -141,43 +144,46 @@ def _first_update(host: ModelHost, visit: Visit, run: Run, is_new: bool) -> Upda
         return Update(words.notice("busy", "One step on"))
     return Update(
         words.notice("busy", "Looking at the picture"),
-        strip_of(run, 0),
+        strip_of(host, run, 0),
         objects.object_list(run),
         run_tree(visit.history),
         _show_picture_of(host, visit, run.picture),
     )
 
 
-def _show_picture_of(host: ModelHost, visit: Visit, picture: Picture) -> Any:
+def _show_picture_of(host: ModelHost | None, visit: Visit, picture: Picture) -> Any:
     """The picture part's value, or no change where it shows that picture already."""
-    if visit.picture is not None and visit.picture.shown == picture.shown:
+    before = visit.picture
+    if before is not None and (before.shown, before.seen.size) == (picture.shown, picture.seen.size):
         return None
     visit.picture = picture
     return scene_of(host, picture)
 
 
-def scene_of(host: ModelHost, picture: Picture) -> dict[str, Any]:
-    """The picture part's value."""
-    return scene(picture, host.model.processor.num_image_tokens if host.model else None)
+def scene_of(host: ModelHost | None, picture: Picture) -> dict[str, Any]:
+    """The picture part's value; without the model that saw it, nobody knows how many patches that made of it."""
+    return scene(picture, host.model.processor.num_image_tokens if host else None)
 
 
-def strip_of(run: Run, start: int, done: bool = False) -> dict[str, Any]:
-    """What the strip lacks that has the first `start` tokens of a run."""
-    return tokens.strip_update(run.number, run.steps, start, run.sampling, run.num_forced, done)
+def strip_of(host: ModelHost | None, run: Run, start: int, done: bool = False) -> dict[str, Any]:
+    """What the strip lacks that has the first `start` tokens of a run, and whether the run's logits are soft-capped."""
+    update = tokens.strip_update(run.number, run.steps, start, run.sampling, run.num_forced, done)
+    return {**update, "soft_capped": bool(host and host.soft_cap)}
 
 
-def show_again(host: ModelHost, visit: Visit, run: Run) -> Update:
+def show_again(visit: Visit, run: Run) -> Update:
     """Put an earlier run on the page."""
     visit.control.stop_asked = True  # what still runs would write over it
     visit.history.current = run
-    return whole_page(host, visit, run)._replace(notice=words.run_shown(run))
+    return whole_page(visit, run)._replace(notice=words.run_shown(run))
 
 
-def whole_page(host: ModelHost, visit: Visit, run: Run) -> Update:
-    """Everything of a run."""
+def whole_page(visit: Visit, run: Run) -> Update:
+    """Everything of a run, read as the model that made it does."""
+    host = visit.host_of(run)
     return Update(
-        strip=strip_of(run, 0, done=run.finish_reason is not None),
-        objects=objects.object_list(run, host.mask_decoder),
+        strip=strip_of(host, run, 0, done=run.finish_reason is not None),
+        objects=objects.object_list(run, host and host.mask_decoder),
         runs=run_tree(visit.history),
         scene=_show_picture_of(host, visit, run.picture),
     )

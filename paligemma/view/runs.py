@@ -83,9 +83,7 @@ class Run:
 
     def finish(self, result: GenerationResult | None) -> None:
         """Note how it ended; None: it was stopped."""
-        self.finish_reason = result.finish_reason if result else "stopped"
-        if result:
-            self.timing = result.timing
+        self.finish_reason, self.timing = (result.finish_reason, result.timing) if result else ("stopped", None)
 
 
 class History:

@@ -75,7 +75,8 @@ def token_entry(steps: Sequence[Step], index: int, sampling: Sampling, num_force
     """One token: its chip's numbers, and the inspector's table and facts for it.
 
     Rows are in the order of their logits; a chosen token that is not among them follows at the end with its rank.
-    "chosen" is the row of the chosen id. "role" says which edge of a box a location token is, else it is "".
+    "chosen" is the row of the chosen id. A "forced" token was not chosen by the model in this run; the last
+    of them was chosen "by_hand". "role" says which edge of a box a location token is, else it is "".
     """
     step = steps[index]
     rows = [_candidate_row(rank, candidate, step, sampling) for rank, candidate in enumerate(step.top, start=1)]
@@ -92,6 +93,7 @@ def token_entry(steps: Sequence[Step], index: int, sampling: Sampling, num_force
         "kind": token_kind(step.piece),
         "role": _location_role(steps, index),
         "forced": index < num_forced,
+        "by_hand": index == num_forced - 1,
         "text": step.text_delta,
         "prob": step.prob,
         "entropy": step.entropy,

@@ -10,7 +10,7 @@ from paligemma.view.examples import Example
 from paligemma.view.models import ModelHost
 from paligemma.view.picture import Picture
 from paligemma.view.requests import uploaded_path
-from paligemma.view.runs import History, Plan
+from paligemma.view.runs import History, Plan, Run
 
 
 @dataclass
@@ -53,6 +53,10 @@ class Visit:
     @property
     def host(self) -> ModelHost:
         return self.hosts[self.model]
+
+    def host_of(self, run: Run) -> ModelHost | None:
+        """The loaded model that made a run; None where it is not one of the server's."""
+        return next((host for host in self.hosts if host.model and host.model_name == run.model["name"]), None)
 
     def ask(self, plan: Plan | None) -> None:
         """Line a run up, and end what still runs; None leaves everything as it is."""
