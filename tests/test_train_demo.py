@@ -19,13 +19,16 @@ from paligemma.scripts.train_demo import (
     location_loss,
     text_loss,
 )
+from paligemma.scripts.train_masks import MaskEncoder
 
 QUESTIONS = [([2, 300, 301, 260], [310, 311, 1]), ([2, 302, 260], [1]), ([2, 303, 304, 260], [312, 313, 314, 1])]
 
 
 @pytest.fixture(scope="module")
 def words() -> Vocabulary:
-    return Vocabulary(codebook=torch.randn(128, 512, generator=torch.Generator().manual_seed(0)))
+    encoder = MaskEncoder()
+    encoder.centres.copy_(torch.rand(128, 256, generator=torch.Generator().manual_seed(0)))
+    return Vocabulary(encoder)
 
 
 @pytest.fixture(scope="module")

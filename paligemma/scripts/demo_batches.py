@@ -30,6 +30,8 @@ BOS, EOS, PAD = 2, 1, 0
 NO_LABEL = -100
 # A patch belongs to the object that covers most of it, if that is at least this share.
 COVERED_SHARE = 0.2
+CELL_SIZE = 2
+COVER_CELLS = (PATCH_SIZE // CELL_SIZE) ** 2
 STAGES = {"vision": 1, "packed": 2, "single": 3}
 CLASS_NUMBERS = {name: number for number, name in enumerate(CLASSES)}
 COLOUR_NUMBERS = {name: number for number, name in enumerate(COLOURS)}
@@ -53,7 +55,8 @@ class Batch:
 
     `images` uint8 (B, S, S, 3). For each of the N patches: `patch_class` int64 (B, N), len(CLASSES) for background;
     `patch_colour` int64 (B, N), -100 where there is none; `patch_box` float32 (B, N, 4), [x0, y0, x1, y1] as shares;
-    `patch_codes` int64 (B, N, 16), the codes of the object's mask, 0 on background.
+    `patch_codes` int64 (B, N, 16), the codes of the object's mask, 0 on background; `patch_cover` float32 (B, N, 49),
+    how much of each of its 7 x 7 cells any object covers.
     Text, absent in the vision stage, int64 (R, T): `ids`; `segment`, the question's number in its row, -1 at padding;
     `kind`, 0 prefix and 1 suffix; `targets`, the next token where it is to be learned, else -100.
     """
@@ -63,6 +66,7 @@ class Batch:
     patch_colour: np.ndarray
     patch_box: np.ndarray
     patch_codes: np.ndarray
+    patch_cover: np.ndarray
     ids: np.ndarray | None = None
     segment: np.ndarray | None = None
     kind: np.ndarray | None = None
@@ -150,8 +154,8 @@ _SCENES: dict[str, SceneOptions] = {
 }
 
 
-def patch_labels(scene: Scene, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Class (N,), colour (N,), box (N, 4) and codes (N, 16) of the object that each patch shows, see `Batch`.
+def patch_labels(scene: Scene, codes: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Class (N,), colour (N,), box (N, 4), codes (N, 16) and cover (N, 49) of each patch, see `Batch`.
 
     Args:
         codes: (objects, 16), the codes of each object's mask.
@@ -172,6 +176,15 @@ def patch_labels(scene: Scene, codes: np.ndarray) -> tuple[np.ndarray, np.ndarra
         np.where(enough, colours[winner], NO_LABEL),
         boxes[winner],
         np.where(enough[:, None], codes[winner], np.zeros(CODES_PER_MASK, np.int64)),
+        _cover(patches >= 0),
+    )
+
+
+def _cover(covered: np.ndarray) -> np.ndarray:
+    """The covered share of each cell of each patch, bool (N, PATCH_SIZE ** 2) -> float32 (N, COVER_CELLS)."""
+    cells = PATCH_SIZE // CELL_SIZE
+    return (
+        covered.reshape(-1, cells, CELL_SIZE, cells, CELL_SIZE).mean((2, 4), dtype=np.float32).reshape(-1, COVER_CELLS)
     )
 
 

@@ -41,6 +41,7 @@ from paligemma.masks import CODES_PER_MASK
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 from paligemma.scripts.demo_batches import (
     BOS,
+    COVER_CELLS,
     EOS,
     GRID,
     IMAGE_SIZE,
@@ -151,9 +152,10 @@ def demo_config(vocab_size: int, image_token_index: int) -> PaliGemmaConfig:
 class Vocabulary:
     """The ids that the losses speak of."""
 
-    def __init__(self, codebook: Tensor) -> None:
+    def __init__(self, mask_encoder: MaskEncoder) -> None:
         tokenizer = build_tokenizer()
-        self.code_targets = code_targets(codebook)
+        self.code_centres = mask_encoder.centres.detach()
+        self.code_targets = mask_encoder.likeness()
         self.size = tokenizer.get_vocab_size()
         self.image = tokenizer.token_to_id("<image>")
         self.first_location = tokenizer.token_to_id("<loc0000>")
@@ -177,7 +179,7 @@ def _columns(words: list[list[int]]) -> Tensor:
 
 
 def initialise(model: PaliGemmaForConditionalGeneration, vocabulary: Vocabulary, seed: int) -> None:
-    """Random weights: layers near the identity, neighbouring `<loc>` rows alike."""
+    """Random weights: layers near the identity; neighbouring `<loc>` rows alike, and `<seg>` rows that draw alike."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and "embed" not in name:
@@ -195,24 +197,17 @@ def initialise(model: PaliGemmaForConditionalGeneration, vocabulary: Vocabulary,
     noise = torch.randn((table.shape[1], 1, NUM_LOCATIONS + 144), generator=generator)
     smooth = F.conv1d(noise, kernel)[:, 0].T
     table[rows] = 0.05 * smooth / smooth.std()
-
-
-def code_targets(codebook: Tensor) -> Tensor:
-    """What to learn for each mask code, (128, 128): itself for the most part, and codes that draw nearly the same.
-
-    Args:
-        codebook: (128, width), the vectors behind the codes.
-    """
-    distances = torch.cdist(codebook.float(), codebook.float()).square()
-    nearest = distances.topk(2, largest=False).values[:, 1].median()
-    return torch.softmax(-2.0 * distances / nearest, dim=-1)
+    drawn = vocabulary.code_centres - vocabulary.code_centres.mean(0)
+    mixed = drawn @ torch.randn((drawn.shape[1], table.shape[1]), generator=generator)
+    table[vocabulary.first_mask_code : vocabulary.image] = 0.05 * mixed / mixed.std()
 
 
 class DenseHeads(nn.Module):
     """What each patch shows, read from its features; used in training only.
 
-    Classes, colours and boxes are read from the tower; the words that name them, the `<loc>` rows of the
-    box and the `<seg>` rows of the mask from the projector's output, which so comes to lie among the embeddings.
+    Classes, colours, boxes and the outline within the patch are read from the tower; the words that name them, the
+    `<loc>` rows of the box and the `<seg>` rows of the mask from the projector's output, which so comes to lie among
+    the embeddings.
     """
 
     def __init__(self, config: PaliGemmaConfig) -> None:
@@ -223,6 +218,7 @@ class DenseHeads(nn.Module):
         self.boxes = nn.Linear(vision, 4)
         self.locations = nn.Linear(text, 4 * text)
         self.codes = nn.Linear(text, CODES_PER_MASK * text)
+        self.cover = nn.Linear(vision, COVER_CELLS)
 
     def forward(
         self, tower: Tensor, rows: Tensor, table: Tensor, labels: dict[str, Tensor], words: Vocabulary
@@ -230,6 +226,8 @@ class DenseHeads(nn.Module):
         """The summed losses for tower features (B, N, vision), image rows (B, N, text) and the embedding table."""
         classes, colours, boxes = (labels[name].flatten(0, 1) for name in ("patch_class", "patch_colour", "patch_box"))
         loss = F.cross_entropy(self.classes(tower).float().flatten(0, 1), classes)
+        cover = self.cover(tower).float()
+        loss = loss + 2 * F.binary_cross_entropy_with_logits(cover, labels["patch_cover"])
         # As many patches every time: oneDNN makes and keeps new kernels for every new shape.
         shown = (classes < len(CLASSES)).nonzero()[:, 0]
         shown = shown[torch.randint(len(shown), (len(classes) // 6,), device=shown.device)]
@@ -301,7 +299,7 @@ def text_loss(logits: Tensor, targets: Tensor, words: Vocabulary, progress: floa
     wanted = words.code_targets.to(logits.device)[targets[is_code] - words.first_mask_code]
     code_logits = logits[is_code].log_softmax(-1)[:, words.first_mask_code : words.image]
     losses = losses.masked_scatter(is_code, -(wanted * code_logits).sum(-1))
-    weights = torch.where(is_location, 0.4 + 0.4 * progress, torch.where(is_code, 0.4, 1.0))
+    weights = torch.where(is_location, 0.4 + 0.4 * progress, torch.where(is_code, 0.6, 1.0))
     kinds = {"locations": is_location, "codes": is_code, "words": ~(is_location | is_code)}
     means = {name: losses[kind].mean().item() for name, kind in kinds.items() if kind.any()}
     return (losses * weights).sum() / weights.sum(), means
@@ -312,8 +310,8 @@ class Trainer:
 
     def __init__(self, options: TrainOptions) -> None:
         torch.manual_seed(options.seed)
-        codebook = MaskEncoder.load(options.mask_encoder)._vq_vae._embedding.detach()
-        self.options, self.words, self.step = options, Vocabulary(codebook), 0
+        self.options, self.step = options, 0
+        self.words = Vocabulary(MaskEncoder.load(options.mask_encoder))
         self.device = torch.device(options.device)
         config = demo_config(self.words.size, self.words.image)
         self.model = PaliGemmaForConditionalGeneration(config)
