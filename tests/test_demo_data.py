@@ -334,6 +334,9 @@ def test_mask_iou_is_measured_inside_the_true_box():
     answer = f"{locations(target.box)}{'<seg003>' * 16} dog"
     result = score(question, answer, decode_mask=lambda codes: left_half)
     assert summarise([result])["mask_iou"] > 0.95
+    shifted = score(question, f"{locations([0.3, 0.2, 0.7, 0.6])}{'<seg003>' * 16} dog", lambda codes: left_half)
+    assert shifted["shape_iou"] == 1 and shifted["mask_iou"] == pytest.approx(0.33, abs=0.05)
+    assert summarise([shifted, score(question, "", lambda codes: left_half)])["shape_iou"] == 0.5
 
 
 # --- tokenizer ---

@@ -174,8 +174,9 @@ def score(
     """Sums that `summarise` turns into figures.
 
     Captions: `exact`, `objects`, `recalled`. Boxes: `exact` (nothing said where nothing is), `true`, `predicted`,
-    `hits50`, `hits75`, `iou` (0 for a missed object), and `masks`, `mask_iou` where `decode_mask` turns sixteen
-    codes into a (64, 64) mask in [0, 1]. Other answers: `exact`.
+    `hits50`, `hits75`, `iou` (0 for a missed object), and where `decode_mask` turns sixteen codes into a (64, 64) mask
+    in [0, 1], `masks`, `mask_iou` of what is drawn in the answer's box and `shape_iou` of the same mask in the true
+    box (0 for a missed object). Other answers: `exact`.
     """
     text = text.strip()
     if question.task in ("detect", "multi_detect", "segment"):
@@ -189,7 +190,10 @@ def score(
 
 
 def summarise(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Figures over many scores of one task: `exact`, `recall`, `f1_50`, `f1_75`, `iou`, `mask_iou` as they apply."""
+    """Figures over many scores of one task, those that apply.
+
+    They are `exact`, `recall`, `f1_50`, `f1_75`, `iou`, `mask_iou` and `shape_iou`.
+    """
     sums: Counter[str] = Counter()
     for one in scores:
         sums.update(one)
@@ -201,7 +205,7 @@ def summarise(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
         figures |= {"f1_50": 2 * sums["hits50"] / boxes, "f1_75": 2 * sums["hits75"] / boxes}
         figures["iou"] = sums["iou"] / sums["true"]
     if sums["masks"]:
-        figures["mask_iou"] = sums["mask_iou"] / sums["masks"]
+        figures |= {name: sums[name] / sums["masks"] for name in ("mask_iou", "shape_iou")}
     return figures
 
 
@@ -264,11 +268,13 @@ def _score_boxes(question: Question, text: str, decode_mask: Callable | None) ->
         "iou": float(sum(overlaps)),
     }
     if decode_mask is not None and question.task == "segment":
-        result |= {"masks": float(len(question.targets)), "mask_iou": 0.0}
+        result |= {"masks": float(len(question.targets)), "mask_iou": 0.0, "shape_iou": 0.0}
         for true, said in pairs:
             _, box, codes = predicted[said]
             if len(codes) == 16:
-                result["mask_iou"] += mask_iou(question.targets[true], box, decode_mask(codes))
+                target, mask = question.targets[true], decode_mask(codes)
+                result["mask_iou"] += mask_iou(target, box, mask)
+                result["shape_iou"] += mask_iou(target, target.box, mask)
     return result
 
 

@@ -57,7 +57,7 @@ LONGEST_ANSWER = {
 }
 SHORT_ANSWER = 16
 MASK_DECODER = "mask_decoder.safetensors"
-FIGURES = ("exact", "recall", "f1_50", "f1_75", "iou", "mask_iou")
+FIGURES = ("exact", "recall", "f1_50", "f1_75", "iou", "mask_iou", "shape_iou")
 
 
 def evaluation_scenes(

@@ -106,8 +106,10 @@ class TrainOptions:
         if step < self.vision_steps:
             return "vision"
         left = (self.total_steps - step) / self.cooldown_steps  # above 1 before the rate falls, then down to 0
-        single = step % 3 == 2 if left > 1 else step % 2 == 1 if left > 1 / 3 else True
-        return "single" if single else "packed"
+        if left <= 1 / 3:
+            return "single"
+        every = 3 if left > 1 else 2
+        return "single" if step % every == every - 1 else "packed"
 
     @property
     def total_steps(self) -> int:
