@@ -42,6 +42,20 @@ def as_tensors(row: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(values)[None] for name, values in row.items()}
 
 
+def test_only_places_and_codes_are_disturbed_and_not_by_much(words):
+    torch.manual_seed(0)
+    codes = torch.arange(words.first_mask_code, words.image).repeat(40, 1)
+    places = words.location_ids[:-1].repeat(40, 1)
+    plain = torch.arange(2, 200).repeat(40, 1)
+    assert torch.equal(words.disturbed(plain), plain)
+    found = words.disturbed(codes)
+    assert words.is_mask_code(found).all() and 0.15 < (found != codes).float().mean() < 0.4
+    shifted = words.disturbed(places)
+    assert torch.isin(shifted, words.location_ids).all()
+    off = (shifted - places).float()
+    assert 0.1 < (off != 0).float().mean() < 0.4 and 3 < off[off != 0].abs().mean() < 12
+
+
 def test_a_row_holds_the_questions_that_fit_and_learns_only_answers():
     row = pack(QUESTIONS, 14)
     assert row["ids"].tolist() == [2, 300, 301, 260, 310, 311, 1, 2, 302, 260, 1, 0, 0, 0]
