@@ -251,7 +251,7 @@ class DenseHeads(nn.Module):
         classes, colours, boxes = (labels[name].flatten(0, 1) for name in ("patch_class", "patch_colour", "patch_box"))
         loss = F.cross_entropy(self.classes(tower).float().flatten(0, 1), classes)
         cover = self.cover(tower).float()
-        loss = loss + 2 * F.binary_cross_entropy_with_logits(cover, labels["patch_cover"])
+        loss = loss + 3 * F.binary_cross_entropy_with_logits(cover, labels["patch_cover"])
         # As many patches every time: oneDNN makes and keeps new kernels for every new shape.
         shown = (classes < len(CLASSES)).nonzero()[:, 0]
         shown = shown[torch.randint(len(shown), (len(classes) // 6,), device=shown.device)]
@@ -271,7 +271,7 @@ class DenseHeads(nn.Module):
         queries = _normalised(self.codes(rows).unflatten(-1, (CODES_PER_MASK, -1)))
         scores = (queries @ table[words.first_mask_code : words.image].T).flatten(0, 1)
         codes = labels["patch_codes"].flatten(0, 1)[shown].flatten()
-        return loss + 0.25 * F.cross_entropy(scores.float(), words.code_targets.to(codes.device)[codes])
+        return loss + 0.75 * F.cross_entropy(scores.float(), words.code_targets.to(codes.device)[codes])
 
 
 def patch_centres(device: torch.device | str) -> Tensor:
@@ -306,7 +306,7 @@ def text_loss(logits: Tensor, targets: Tensor, words: Vocabulary, progress: floa
     """Weighted mean cross-entropy of the answers' tokens, and the plain means of its three kinds for the log.
 
     `<loc>` tokens are learned against a bell that narrows as training goes on (`progress`, 0 to 1) and weigh less at
-    first; the sixteen `<seg>` codes of a mask weigh less than words, and count near misses as nearly right.
+    first; the sixteen `<seg>` codes of a mask count near misses as nearly right.
 
     Args:
         logits: float32 (n, vocabulary). targets: (n,), all of them to be learned.
@@ -323,7 +323,7 @@ def text_loss(logits: Tensor, targets: Tensor, words: Vocabulary, progress: floa
     wanted = words.code_targets.to(logits.device)[targets[is_code] - words.first_mask_code]
     code_logits = logits[is_code].log_softmax(-1)[:, words.first_mask_code : words.image]
     losses = losses.masked_scatter(is_code, -(wanted * code_logits).sum(-1))
-    weights = torch.where(is_location, 0.4 + 0.4 * progress, torch.where(is_code, 0.6, 1.0))
+    weights = torch.where(is_location, 0.4 + 0.4 * progress, torch.where(is_code, 1.2, 1.0))
     kinds = {"locations": is_location, "codes": is_code, "words": ~(is_location | is_code)}
     means = {name: losses[kind].mean().item() for name, kind in kinds.items() if kind.any()}
     return (losses * weights).sum() / weights.sum(), means
@@ -399,7 +399,7 @@ class Trainer:
         logits = self.packed_logits if stage == "packed" else self.single_logits
         asked = tensors["targets"] != NO_LABEL
         text, means = text_loss(logits(features, tensors, asked), tensors["targets"][asked], self.words, progress)
-        return text + (0.4 - 0.25 * progress) * dense, {"patches": dense.item(), **means}
+        return text + (0.4 - 0.1 * progress) * dense, {"patches": dense.item(), **means}
 
     def packed_logits(self, features: Tensor, text: dict[str, Tensor], asked: Tensor) -> Tensor:
         """Logits (n, vocabulary) at the asked places of rows that hold several questions."""
