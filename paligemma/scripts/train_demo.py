@@ -87,11 +87,11 @@ class TrainOptions:
     mask_encoder: Path = Path("runs/masks/encoder.safetensors")
     start_from: str = ""
     vision_steps: int = 1300
-    steps: int = 3000
-    cooldown_steps: int = 900
+    steps: int = 8900
+    cooldown_steps: int = 2900
     warmup_steps: int = 150
-    matrix_rate: float = 1.5e-3
-    rate: float = 6e-4
+    matrix_rate: float = 1.2e-3
+    rate: float = 5e-4
     weight_decay: float = 0.05
     seed: int = 0
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
