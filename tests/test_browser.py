@@ -80,8 +80,18 @@ def page(browser, url, picture_file) -> Iterator:
 
 def run(page, prompt: str = "detect cat") -> None:
     page.fill("#prompt textarea", prompt)
+    page.evaluate(
+        """() => {  // noticed by the page itself: it may be over before anybody asks
+          window.wasBusy = false;
+          const observer = new MutationObserver((changes) => {
+            window.wasBusy ||= changes.some((change) => /busy/.test(change.oldValue + change.target.className));
+          });
+          const line = document.querySelector("#notice .notice");
+          observer.observe(line, { attributeFilter: ["class"], attributeOldValue: true });
+        }"""
+    )
     page.press("#prompt textarea", "Enter")
-    page.wait_for_selector("#notice .notice.busy")
+    page.wait_for_function("window.wasBusy")
 
 
 def wait_until_done(page) -> None:
