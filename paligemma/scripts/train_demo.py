@@ -464,12 +464,17 @@ def save_state(trainer: Trainer, path: Path) -> None:
     partial.replace(path)
 
 
+def load_state(path: Path) -> dict:
+    """Read a resume file, which only this script writes: tensors and numbers, and no code."""
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
 def find_state(options: TrainOptions) -> Path | None:
     """The resume file that fits the plan: the newest one, or that before an earlier plan's learning rate fell."""
     newest, plateau = options.work / "state.pt", options.work / "plateau.pt"
     if not newest.exists():
         return None
-    planned = torch.load(newest, weights_only=True, map_location="cpu", mmap=True)["total_steps"]
+    planned = load_state(newest)["total_steps"]
     return plateau if planned != options.total_steps and plateau.exists() else newest
 
 
@@ -527,7 +532,7 @@ def train(options: TrainOptions) -> None:
     trainer = Trainer(options)
     state = find_state(options)
     if state is not None:
-        trainer.restore(torch.load(state, weights_only=True, map_location=trainer.device))
+        trainer.restore(load_state(state))
         print(f"going on from {state} at step {trainer.step} of {options.total_steps}")
     elif options.start_from:
         trainer.model.load_state_dict(load_model(options.start_from, trainer.device, torch.float32).state_dict())
