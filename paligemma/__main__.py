@@ -13,7 +13,7 @@ from PIL import Image, UnidentifiedImageError
 import paligemma
 from paligemma.checkpoint import DTYPES, Progress
 from paligemma.generation import MAX_TOP_N, GenerationOptions, Sampling, Step
-from paligemma.quantize import QUANTIZATIONS
+from paligemma.kernels.int8 import QUANTIZATIONS
 
 FAILURE, INTERRUPTED = 1, 128 + signal.SIGINT
 
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m paligemma", description="Answer a prompt about a picture, token by token."
     )
-    parser.add_argument("picture", metavar="PICTURE", help="a picture file")
+    parser.add_argument("image", metavar="PICTURE", help="a picture file")
     parser.add_argument("prompt", metavar="PROMPT", help='the task, such as "caption en" or "detect cat"')
     parser.add_argument("--model", help="a folder or a hub id (default: the bundled demo)")
     parser.add_argument("--revision", help="the hub's branch, tag or commit")
@@ -82,7 +82,7 @@ def check(chosen: argparse.Namespace) -> None:
 
 def answer(chosen: argparse.Namespace) -> None:
     """Load the model and print the answer while it is made."""
-    with open_picture(chosen.picture) as image:
+    with open_image(chosen.image) as image:
         vlm = paligemma.load(
             chosen.model,
             chosen.revision,
@@ -110,7 +110,7 @@ def answer(chosen: argparse.Namespace) -> None:
         print("paligemma: the model ended its answer at once; it may not know this kind of prompt", file=sys.stderr)
 
 
-def open_picture(path: str) -> Image.Image:
+def open_image(path: str) -> Image.Image:
     """The picture, not decoded yet. ValueError for what is none, and for one so large that it may be an attack."""
     try:
         return Image.open(path)

@@ -231,7 +231,7 @@ class PaliGemmaConfig:
         if quantization is not None:
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise ValueError(
-                f"config.json says that the weights are quantised ({method}); take the model that they were made from, "
+                f"config.json says that the weights are quantized ({method}); take the model that they were made from, "
                 "with weights in float32, bfloat16 or float16"
             )
         text, vision = data.get("text_config"), data.get("vision_config")

@@ -153,8 +153,8 @@ class GemmaRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normalised * (1.0 + self.weight.float())).to(x.dtype)
+        normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normalized * (1.0 + self.weight.float())).to(x.dtype)
 
 
 class GemmaRotaryEmbedding(nn.Module):
@@ -294,7 +294,7 @@ LAYER_CLASSES = {"gemma": GemmaLayer, "gemma2": Gemma2Layer}
 
 
 class GemmaModel(nn.Module):
-    """Embedding table, layers, last normalisation."""
+    """Embedding table, layers, last normalization."""
 
     def __init__(self, config: GemmaConfig) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class GemmaModel(nn.Module):
         kv_cache: KVCache | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Unscaled embeddings (B, T, hidden) to normalised features; the arguments are `GemmaForCausalLM`'s."""
+        """Unscaled embeddings (B, T, hidden) to normalized features; the arguments are `GemmaForCausalLM`'s."""
         if inputs_embeds is None:
             raise ValueError("inputs_embeds is missing; embed the ids with get_input_embeddings() first")
         num_tokens, past = inputs_embeds.shape[1], kv_cache.num_items() if kv_cache is not None else 0
@@ -339,7 +339,7 @@ class GemmaModel(nn.Module):
         position_ids: Tensor | None = None,
         sliding_attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """The layers and the last normalisation, for rows that are at their scale already.
+        """The layers and the last normalization, for rows that are at their scale already.
 
         Args:
             hidden_states: (B, T, hidden), text rows scaled, image rows as the projector made them.
@@ -348,7 +348,7 @@ class GemmaModel(nn.Module):
             sliding_attention_mask: the mask of the layers with a window, likewise.
 
         Returns:
-            (B, T, hidden), normalised.
+            (B, T, hidden), normalized.
         """
         num_tokens, past = hidden_states.shape[1], kv_cache.num_items() if kv_cache is not None else 0
         if position_ids is None:
@@ -381,7 +381,7 @@ class GemmaForCausalLM(nn.Module):
         self.lm_head.weight = self.model.embed_tokens.weight
 
     def compute_logits(self, hidden_states: Tensor, logits_to_keep: int = 0) -> Tensor:
-        """Normalised features (B, T, hidden) to float32 logits (B, T or logits_to_keep, vocabulary).
+        """Normalized features (B, T, hidden) to float32 logits (B, T or logits_to_keep, vocabulary).
 
         Gemma 2's logits are soft-capped, so they lie in (-final_logit_softcapping, final_logit_softcapping).
         """

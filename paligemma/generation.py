@@ -227,7 +227,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tu
         The row drawn, and the probabilities it was drawn from, float64 (rows,), which sum to 1.
     """
     if sampling.temperature == 0:
-        best = largest_rows(logits, 1)[0]
+        best = top_k_indices(logits, 1)[0]
         certain = torch.zeros_like(logits, dtype=torch.float64)
         certain[best] = 1.0
         return best, certain
@@ -236,7 +236,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tu
 
 
 def sampling_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Temperature, then top-k, then top-p, renormalised each time, in the order of transformers' generate().
+    """Temperature, then top-k, then top-p, renormalized each time, in the order of transformers' generate().
 
     Args:
         logits: (rows,), finite.
@@ -261,7 +261,7 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
 
 
 def keep_top_p(probabilities: Tensor, top_p: float) -> Tensor:
-    """Keep the nucleus and renormalise.
+    """Keep the nucleus and renormalize.
 
     A row stays while the rows before it, likelier or equal with a lower id, sum to less than `top_p`. So the row
     whose probability crosses the bound stays, the first row always does, and where a sum is exactly `top_p` no
@@ -296,7 +296,7 @@ def draw(probabilities: Tensor, generator: torch.Generator) -> int:
     return int(torch.searchsorted(running_sum, point, right=True))
 
 
-def largest_rows(logits: Tensor, count: int) -> list[int]:
+def top_k_indices(logits: Tensor, count: int) -> list[int]:
     """The `count` rows (or all) of (rows,) with the largest logits, largest first, the lower id among equals.
 
     They lie in the blocks with the `count` largest maxima, so that only those are sorted.
@@ -324,10 +324,10 @@ def stream(
     model: PaliGemmaForConditionalGeneration,
     processor: PaliGemmaProcessor,
     inputs: Mapping[str, Tensor],
-    sampleable: Tensor,
+    allowed_tokens: Tensor,
     options: GenerationOptions,
     started: float | None = None,
-    picture_features: Callable[[Tensor], Tensor] | None = None,
+    encode_image: Callable[[Tensor], Tensor] | None = None,
 ) -> Generator[Step, None, GenerationResult]:
     """Answer one prompt about one picture, a Step a token.
 
@@ -343,7 +343,7 @@ def stream(
         inputs: the processor's dict for one picture and one prompt.
         sampleable: (vocab_size,), bool, from `processor.sampleable`; other rows are left out of everything.
         started: `time.perf_counter()` when the request began; None: now.
-        picture_features: what gives the picture's features, on the model's device; None: the model.
+        encode_image: what gives the picture's features, on the model's device; None: the model.
 
     Raises:
         ValueError: at the call, for a batch, for more tokens than the model has positions for, and for forced ids
@@ -351,9 +351,9 @@ def stream(
         NonFiniteLogitsError: from a step, when the logits are not numbers.
     """
     started = perf_counter() if started is None else started
-    _check_request(model, inputs["input_ids"], sampleable, options)
-    answer = _Answer(processor, options, model.config.eos_token_ids, sampleable, started)
-    return _generate(model, inputs, options.max_new_tokens, answer, picture_features or model.get_image_features)
+    _check_request(model, inputs["input_ids"], allowed_tokens, options)
+    answer = _Answer(processor, options, model.config.eos_token_ids, allowed_tokens, started)
+    return _generate(model, inputs, options.max_new_tokens, answer, encode_image or model.get_image_features)
 
 
 @torch.inference_mode()  # as a decorator it is entered anew at each step, which may run in another thread
@@ -362,13 +362,11 @@ def _generate(
     inputs: Mapping[str, Tensor],
     max_new_tokens: int,
     answer: _Answer,
-    picture_features: Callable[[Tensor], Tensor],
+    encode_image: Callable[[Tensor], Tensor],
 ) -> Generator[Step, None, GenerationResult]:
     token_ids = inputs["input_ids"].to(model.device)
-    cache = KVCache(model.config, 1, token_ids.shape[1] + max_new_tokens, model.hidden_dtype, model.device)
-    image_features, image_seconds = _timed(
-        lambda: picture_features(inputs["pixel_values"].to(model.device)), model.device
-    )
+    cache = KVCache(model.config, 1, token_ids.shape[1] + max_new_tokens, model.activation_dtype, model.device)
+    image_features, image_seconds = _timed(lambda: encode_image(inputs["pixel_values"].to(model.device)), model.device)
     while True:
         output = model(token_ids, kv_cache=cache, image_features=image_features, logits_to_keep=1)
         step = answer.add(output["logits"][0, -1])
@@ -386,7 +384,7 @@ class _Answer:
         processor: PaliGemmaProcessor,
         options: GenerationOptions,
         end_token_ids: tuple[int, ...],
-        sampleable: Tensor,
+        allowed_tokens: Tensor,
         started: float,
     ) -> None:
         self._processor = processor
@@ -394,7 +392,7 @@ class _Answer:
         self._end_token_ids = end_token_ids
         self._sampling = options.sampling.with_seed()
         self._generator = torch.Generator().manual_seed(self._sampling.seed)
-        self._row_ids = sampleable.nonzero().flatten()
+        self._row_ids = allowed_tokens.nonzero().flatten()
         self._are_first = int(self._row_ids[-1]) == len(self._row_ids) - 1
         # Taken once: for 250,000 rows, asking the system for this memory anew takes longer than filling it.
         self._rows, self._shifted, self._weights = torch.empty((3, len(self._row_ids)), dtype=torch.float64)
@@ -406,13 +404,13 @@ class _Answer:
         """Choose the next token from (vocab_size,) logits, on any device; forced ids come first."""
         index, top_n = len(self._steps), self._options.top_n
         # From here on a "row" counts sampleable rows only; float64, so that 250,000 probabilities sum to 1.
-        rows = self._rows.copy_(self._sampleable_rows(logits.cpu()))
+        rows = self._rows.copy_(self._allowed_logits(logits.cpu()))
         logsumexp, entropy = self._logsumexp_and_entropy(rows, index)
         chosen, sampled = sample(rows, self._sampling, self._generator)
         if index < len(self._options.forced_ids):
             chosen = int(torch.searchsorted(self._row_ids, self._options.forced_ids[index]))
         token = self._candidate(chosen, rows, logsumexp, sampled)
-        top = largest_rows(rows, top_n)
+        top = top_k_indices(rows, top_n)
         seconds = perf_counter() - self._started
         finish_reason = self._finish_reason(token.token_id, index + 1, seconds)
         text_delta = self._next_text(token.token_id, is_last=finish_reason is not None)
@@ -466,7 +464,7 @@ class _Answer:
             )
         return float(largest) + math.log(total), max(0.0, math.log(total) - float(weights @ shifted) / total)
 
-    def _sampleable_rows(self, logits: Tensor) -> Tensor:
+    def _allowed_logits(self, logits: Tensor) -> Tensor:
         """A view where the others lie behind them, as in Google's checkpoints."""
         return logits[: len(self._row_ids)] if self._are_first else logits.index_select(0, self._row_ids)
 
@@ -474,7 +472,7 @@ class _Answer:
         token_id, logit = int(self._row_ids[row]), float(rows[row])
         logprob = logit - logsumexp
         return Candidate(
-            token_id, self._processor.piece(token_id), logit, logprob, math.exp(logprob), float(sampled[row])
+            token_id, self._processor.token_str(token_id), logit, logprob, math.exp(logprob), float(sampled[row])
         )
 
     def _next_text(self, token_id: int, is_last: bool) -> str:
@@ -503,7 +501,7 @@ def _timed(work: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, fl
 
 
 def _check_request(
-    model: PaliGemmaForConditionalGeneration, input_ids: Tensor, sampleable: Tensor, options: GenerationOptions
+    model: PaliGemmaForConditionalGeneration, input_ids: Tensor, allowed_tokens: Tensor, options: GenerationOptions
 ) -> None:
     batch, prefix_length = input_ids.shape
     if batch != 1:
@@ -515,9 +513,9 @@ def _check_request(
             f"{positions} positions, so at most {max(0, positions - prefix_length)} are allowed"
         )
     for token_id in options.forced_ids:
-        if not (0 <= token_id < sampleable.numel() and sampleable[token_id]):
+        if not (0 <= token_id < allowed_tokens.numel() and allowed_tokens[token_id]):
             raise ValueError(
-                f"forced_ids holds {token_id}; allowed are ids from 0 to {sampleable.numel() - 1} that have a "
+                f"forced_ids holds {token_id}; allowed are ids from 0 to {allowed_tokens.numel() - 1} that have a "
                 "tokenizer piece, except the image token"
             )
 

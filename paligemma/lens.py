@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from paligemma.generation import NonFiniteLogitsError, largest_rows, rank_of
+from paligemma.generation import NonFiniteLogitsError, rank_of, top_k_indices
 from paligemma.modeling import PREFIX, SUFFIX, PaliGemmaForConditionalGeneration, prefix_lm_visible
 from paligemma.processing import PaliGemmaProcessor
 
@@ -66,7 +66,7 @@ class Inspection:
     piece: str
     grid: tuple[int, int]
     attention: Tensor
-    picture_share: Tensor
+    image_share: Tensor
     lens: tuple[LensRow, ...]
 
 
@@ -83,10 +83,10 @@ def inspect(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: Sequence
         NonFiniteLogitsError: when the model's numbers overflow (float16).
     """
     inputs = vlm.processor([image], [prompt])
-    return inspect_step(vlm.model, vlm.processor, inputs, vlm.sampleable, token_ids, index)
+    return inspect_step(vlm.model, vlm.processor, inputs, vlm.allowed_tokens, token_ids, index)
 
 
-def picture_shares(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: Sequence[int]) -> Tensor:
+def image_shares(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: Sequence[int]) -> Tensor:
     """How much of its attention each token's step gave to the picture: `picture_share` of every `inspect`, in one pass.
 
     No position sees what was generated behind it, so that a pass over the whole answer serves all its tokens.
@@ -103,12 +103,12 @@ def picture_shares(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: S
     """
     inputs = vlm.processor([image], [prompt])
     token_ids = tuple(token_ids)
-    _check_request(vlm.model, inputs["input_ids"], vlm.sampleable, token_ids, len(token_ids) - 1)
-    return read_picture_shares(vlm.model, inputs["input_ids"], inputs["pixel_values"], token_ids)
+    _check_request(vlm.model, inputs["input_ids"], vlm.allowed_tokens, token_ids, len(token_ids) - 1)
+    return read_image_shares(vlm.model, inputs["input_ids"], inputs["pixel_values"], token_ids)
 
 
 @torch.inference_mode()
-def read_picture_shares(
+def read_image_shares(
     model: PaliGemmaForConditionalGeneration, prefix_ids: Tensor, pixel_values: Tensor, token_ids: Sequence[int]
 ) -> Tensor:
     """`picture_shares`, for a model and a processor's inputs: (1, P) ids and (1, 3, S, S) pixels."""
@@ -125,7 +125,7 @@ def inspect_step(
     model: PaliGemmaForConditionalGeneration,
     processor: PaliGemmaProcessor,
     inputs: Mapping[str, Tensor],
-    sampleable: Tensor,
+    allowed_tokens: Tensor,
     token_ids: Sequence[int],
     index: int,
 ) -> Inspection:
@@ -140,7 +140,7 @@ def inspect_step(
         token_ids, index: see `inspect`.
     """
     token_ids = tuple(token_ids)
-    _check_request(model, inputs["input_ids"], sampleable, token_ids, index)
+    _check_request(model, inputs["input_ids"], allowed_tokens, token_ids, index)
     generated = inputs["input_ids"].new_tensor([token_ids[:index]], dtype=torch.long)
     weights, streams = read_last_position(model, inputs["input_ids"], generated, inputs["pixel_values"])
     is_image = torch.cat((inputs["input_ids"], generated), dim=1)[0].cpu() == model.config.image_token_index
@@ -150,11 +150,11 @@ def inspect_step(
     return Inspection(
         index=int(index),
         token_id=token_id,
-        piece=processor.piece(token_id),
+        piece=processor.token_str(token_id),
         grid=(side, side),
         attention=attention,
-        picture_share=attention.sum(dim=-1),
-        lens=_lens_rows(model, processor, streams, sampleable, token_id),
+        image_share=attention.sum(dim=-1),
+        lens=_lens_rows(model, processor, streams, allowed_tokens, token_id),
     )
 
 
@@ -174,7 +174,7 @@ def read_last_position(
 
     Returns:
         The attention of the last position to all, float32, (layers, heads, P + G), rows summing to 1; and the residual
-        stream there before the first layer and after each, (layers + 1, hidden), not normalised.
+        stream there before the first layer and after each, (layers + 1, hidden), not normalized.
     """
     weights, streams = [], []
     for stream, layer_weights in _walk_layers(model, prefix_ids, generated_ids, pixel_values, num_queries=1):
@@ -222,11 +222,11 @@ def _lens_rows(
     model: PaliGemmaForConditionalGeneration,
     processor: PaliGemmaProcessor,
     streams: Tensor,
-    sampleable: Tensor,
+    allowed_tokens: Tensor,
     final_id: int,
 ) -> tuple[LensRow, ...]:
-    """Read (depths, hidden) residual streams with the model's last normalisation and head."""
-    row_ids = sampleable.nonzero().flatten()
+    """Read (depths, hidden) residual streams with the model's last normalization and head."""
+    row_ids = allowed_tokens.nonzero().flatten()
     final_row = int(torch.searchsorted(row_ids, final_id))
     decoder = model.language_model
     # Every depth at once: the head, the largest matrix of the model, is read a single time.
@@ -239,17 +239,17 @@ def _lens_rows(
                 "model with dtype='bfloat16' (or 'float32')."
             )
         logprobs = rows.log_softmax(dim=0)
-        best = largest_rows(rows, 1)[0]
+        best = top_k_indices(rows, 1)[0]
         token_id = int(row_ids[best])
         prob, entropy = float(logprobs[best].exp()), max(0.0, -float(logprobs.exp() @ logprobs))
-        lens.append(LensRow(layer, token_id, processor.piece(token_id), prob, rank_of(rows, final_row), entropy))
+        lens.append(LensRow(layer, token_id, processor.token_str(token_id), prob, rank_of(rows, final_row), entropy))
     return tuple(lens)
 
 
 def _check_request(
     model: PaliGemmaForConditionalGeneration,
     prefix_ids: Tensor,
-    sampleable: Tensor,
+    allowed_tokens: Tensor,
     token_ids: tuple[int, ...],
     index: int,
 ) -> None:
@@ -259,9 +259,9 @@ def _check_request(
     if not _is_integer(index) or not 0 <= index < len(token_ids):
         raise ValueError(f"index is {index!r}; allowed is a whole number of at least 0 and below {len(token_ids)}")
     for token_id in token_ids:
-        if not _is_integer(token_id) or not 0 <= token_id < sampleable.numel() or not sampleable[token_id]:
+        if not _is_integer(token_id) or not 0 <= token_id < allowed_tokens.numel() or not allowed_tokens[token_id]:
             raise ValueError(
-                f"token_ids holds {token_id!r}; allowed are ids from 0 to {sampleable.numel() - 1} that have a "
+                f"token_ids holds {token_id!r}; allowed are ids from 0 to {allowed_tokens.numel() - 1} that have a "
                 "tokenizer piece, except the image token"
             )
     positions = model.config.text_config.max_position_embeddings

@@ -6,7 +6,7 @@ https://arxiv.org/abs/2301.02229; used by PaliGemma, https://arxiv.org/abs/2407.
 
 Two files fit this architecture:
 
-* `assets/demo/mask_decoder.safetensors` of the bundled model, made by `paligemma.scripts.train_masks`.
+* `assets/demo/mask_decoder.safetensors` of the bundled model, made by `paligemma.training.masks`.
 * `vae-oid.npz`, which Google's checkpoints need: published with big_vision (Apache-2.0) at
   `gs://big_vision/paligemma/vae-oid.npz`, trained on Open Images. It is larger than a decoder alone; encoder
   and training counters in it are not read. Its publisher states no checksum; a public copy (Git LFS pointer
@@ -157,7 +157,7 @@ def load_parameters(module: nn.Module, path: Path, unused_prefixes: tuple[str, .
     module.load_state_dict({name: found[name].float() for name in wanted})
 
 
-def fetch_vae_oid() -> Path:
+def download_vae_oid() -> Path:
     """Where `vae-oid.npz` lies in the hub's cache, downloaded if it was not there.
 
     Raises OSError where it cannot be had, and ValueError where it is not the file of `VAE_OID_SHA256`.
@@ -193,7 +193,7 @@ def _read_npz(path: Path) -> dict[str, torch.Tensor]:
 # Masks in the picture
 
 
-def paste(mask: np.ndarray, box: Box, width: int, height: int, threshold: float = 0.5) -> np.ndarray | None:
+def paste_mask(mask: np.ndarray, box: Box, width: int, height: int, threshold: float = 0.5) -> np.ndarray | None:
     """Stretch a mask (64, 64) of [0, 1] over `box` in an empty picture: bool (height, width).
 
     `box` is (x_min, y_min, x_max, y_max) in pixels; its edges are rounded to whole pixels. None when it then
@@ -209,12 +209,12 @@ def paste(mask: np.ndarray, box: Box, width: int, height: int, threshold: float 
         return None
     small = Image.fromarray(np.asarray(mask, dtype=np.float32))
     stretched = small.resize((right - left, bottom - top), Image.Resampling.BILINEAR)
-    picture = np.zeros((height, width), dtype=bool)
-    picture[top:bottom, left:right] = np.asarray(stretched) >= threshold
-    return picture
+    image = np.zeros((height, width), dtype=bool)
+    image[top:bottom, left:right] = np.asarray(stretched) >= threshold
+    return image
 
 
-def to_run_lengths(mask: np.ndarray) -> dict[str, list[int]]:
+def encode_rle(mask: np.ndarray) -> dict[str, list[int]]:
     """A bool mask (height, width) as COCO's run lengths: {"size": [height, width], "counts": [...]}.
 
     The counts go down the columns, one after the other, and are in turn runs of False and True, False first
@@ -229,7 +229,7 @@ def to_run_lengths(mask: np.ndarray) -> dict[str, list[int]]:
     return {"size": [int(size) for size in mask.shape], "counts": counts.tolist()}
 
 
-def from_run_lengths(run_lengths: dict[str, Any]) -> np.ndarray:
+def decode_rle(run_lengths: dict[str, Any]) -> np.ndarray:
     """The bool mask (height, width) of `to_run_lengths`. Raises ValueError when the counts do not fit."""
     height, width = run_lengths["size"]
     counts = np.asarray(run_lengths["counts"], dtype=np.int64)

@@ -65,16 +65,16 @@ class PaliGemmaForConditionalGeneration(nn.Module):
         self.vision_tower = SiglipVisionModel(config.vision_config)
         self.multi_modal_projector = PaliGemmaMultiModalProjector(config)
         self.language_model = GemmaForCausalLM(config.text_config)
-        self._hidden_dtype: torch.dtype | None = None
+        self._activation_dtype: torch.dtype | None = None
 
     @property
-    def hidden_dtype(self) -> torch.dtype:
+    def activation_dtype(self) -> torch.dtype:
         """The type of the decoder's rows and its cache: that of the weights, unless they were prepared for another."""
-        return self._hidden_dtype or self.dtype
+        return self._activation_dtype or self.dtype
 
-    @hidden_dtype.setter
-    def hidden_dtype(self, dtype: torch.dtype) -> None:
-        self._hidden_dtype = dtype
+    @activation_dtype.setter
+    def activation_dtype(self, dtype: torch.dtype) -> None:
+        self._activation_dtype = dtype
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,7 +101,7 @@ class PaliGemmaForConditionalGeneration(nn.Module):
         # The image token may lie outside the table; its row is replaced below, so any row serves.
         text_ids = input_ids.masked_fill(is_image, 0)
         model = self.language_model.model
-        rows = model.scale_embeddings(model.embed_tokens(text_ids)).to(self.hidden_dtype)
+        rows = model.scale_embeddings(model.embed_tokens(text_ids)).to(self.activation_dtype)
         num_features = 0 if image_features is None else image_features.shape[0] * image_features.shape[1]
         num_places = int(is_image.sum())
         if num_places != num_features:
@@ -186,8 +186,10 @@ class PaliGemmaForConditionalGeneration(nn.Module):
         if bool(visible.all()):
             return None
         # The type's lowest number, not minus infinity: a row that sees nothing (padding) must stay finite.
-        hidden = torch.finfo(self.hidden_dtype).min
-        return torch.zeros(visible.shape, dtype=self.hidden_dtype, device=visible.device).masked_fill(~visible, hidden)
+        hidden = torch.finfo(self.activation_dtype).min
+        return torch.zeros(visible.shape, dtype=self.activation_dtype, device=visible.device).masked_fill(
+            ~visible, hidden
+        )
 
 
 def default_token_types(input_ids: Tensor, labels: Tensor | None, past: int) -> Tensor:
@@ -198,7 +200,7 @@ def default_token_types(input_ids: Tensor, labels: Tensor | None, past: int) -> 
 
 
 def suffix_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of each labelled token given all before it.
+    """Mean cross-entropy of each labeled token given all before it.
 
     Args:
         logits: float32, (B, T, vocabulary). labels: (B, T), -100 where nothing is to be learned.

@@ -12,10 +12,10 @@ from PIL import Image
 from paligemma import checkpoint, generation
 from paligemma.config import PaliGemmaConfig
 from paligemma.generation import GenerationOptions, GenerationResult, Sampling, Step
+from paligemma.image_features import ImageFeatureCache
+from paligemma.kernels.int8 import checked_quantization
 from paligemma.modeling import PaliGemmaForConditionalGeneration
-from paligemma.picture_features import PictureFeatures
 from paligemma.processing import PaliGemmaProcessor
-from paligemma.quantize import checked_quantization
 
 
 class PaliGemma:
@@ -31,7 +31,7 @@ class PaliGemma:
         revision: the hub's branch, tag or commit; None elsewhere.
         quantize: "int8" where the decoder's weights were rounded to it, else None.
         backend: what computes the decoder, such as "bfloat16 (packed for oneDNN)" or "int8 (oneDNN)".
-        picture_features: pixels to the decoder's image rows, remembered for the last pictures.
+        image_features: pixels to the decoder's image rows, remembered for the last pictures.
         sampleable: bool, (vocab_size,), the rows that may be generated; computed once, since the vocabulary is large.
     """
 
@@ -52,8 +52,8 @@ class PaliGemma:
         self.revision = revision
         self.quantize = quantize
         self.backend = backend or str(model.dtype).removeprefix("torch.")
-        self.picture_features = PictureFeatures(model.get_image_features)
-        self.sampleable = processor.sampleable(model.config.text_config.vocab_size)
+        self.image_features = ImageFeatureCache(model.get_image_features)
+        self.allowed_tokens = processor.allowed_tokens(model.config.text_config.vocab_size)
 
     @property
     def config(self) -> PaliGemmaConfig:
@@ -62,7 +62,7 @@ class PaliGemma:
     @property
     def num_parameters(self) -> int:
         """Numbers in the checkpoint. Prepared weights are no parameters, so the model's own would be too few."""
-        return sum(parameter.numel() for parameter in checkpoint.empty_model(self.config).parameters())
+        return sum(parameter.numel() for parameter in checkpoint.build_empty_model(self.config).parameters())
 
     @property
     def device(self) -> torch.device:
@@ -111,7 +111,7 @@ class PaliGemma:
         options = GenerationOptions(max_new_tokens, sampling, top_n, forced_ids, time_limit)
         inputs = self.processor([image], [prompt])
         return generation.stream(
-            self.model, self.processor, inputs, self.sampleable, options, started, self.picture_features
+            self.model, self.processor, inputs, self.allowed_tokens, options, started, self.image_features
         )
 
     def generate(
@@ -170,6 +170,6 @@ def load(
     """
     checked_quantization(quantize)
     found = checkpoint.find(source, revision, token, device, dtype, progress)
-    model, backend = checkpoint.load_prepared(found.folder, device, found.dtype, quantize, progress)
+    model, backend = checkpoint.load_for_inference(found.folder, device, found.dtype, quantize, progress)
     processor = PaliGemmaProcessor.from_folder(found.folder, model.config)
     return PaliGemma(model, processor, found.name, found.origin, found.revision, quantize, backend)

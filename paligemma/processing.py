@@ -53,9 +53,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
     * The first frame of an animation; EXIF orientation applied.
     * Transparency is composited onto white, as transformers does.
-    * 16-bit grey (`I;16...`) is scaled, 65535 to 255. `I` and `F` do not say their range: see
+    * 16-bit gray (`I;16...`) is scaled, 65535 to 255. `I` and `F` do not say their range: see
       `_value_range`. Nothing is clipped.
-    * Colour profiles are not applied; CMYK is converted as Pillow converts it.
+    * Color profiles are not applied; CMYK is converted as Pillow converts it.
 
     Raises ValueError when this is no Pillow image, has no pixels, or cannot be decoded (a truncated file).
     """
@@ -84,17 +84,17 @@ def image_to_pixels(
     std: Sequence[float] = (0.5, 0.5, 0.5),
     resample: int = Image.Resampling.BICUBIC,
 ) -> torch.Tensor:
-    """Squeeze any Pillow image to a square and normalise it.
+    """Squeeze any Pillow image to a square and normalize it.
 
     The aspect ratio is not kept and nothing is cropped: that is how the model was trained.
 
     Returns (3, size, size), float32, in [-1, 1] with the default mean and std.
     """
     square = to_rgb(image).resize((size, size), resample=Image.Resampling(resample))
-    # Rounded in the reference's order: scaled in float64, stored as float32, normalised in float32.
+    # Rounded in the reference's order: scaled in float64, stored as float32, normalized in float32.
     scaled = (np.asarray(square).astype(np.float64) * (1 / 255)).astype(np.float32)
-    normalised = (scaled - np.array(mean, dtype=np.float32)) / np.array(std, dtype=np.float32)
-    return torch.from_numpy(normalised).permute(2, 0, 1).contiguous()
+    normalized = (scaled - np.array(mean, dtype=np.float32)) / np.array(std, dtype=np.float32)
+    return torch.from_numpy(normalized).permute(2, 0, 1).contiguous()
 
 
 def _first_frame(image: Image.Image) -> Image.Image:
@@ -120,7 +120,7 @@ def _exif_orientation(image: Image.Image) -> int:
 def _frame_to_rgb(image: Image.Image) -> Image.Image:
     if image.mode in (*_SIXTEEN_BIT_MODES, "I", "F"):
         return _deep_grey_to_rgb(image)
-    if image.mode == "La":  # Pillow converts premultiplied grey to LA only
+    if image.mode == "La":  # Pillow converts premultiplied gray to LA only
         image = image.convert("LA")
     if not image.has_transparency_data:
         return image.convert("RGB")
@@ -129,7 +129,7 @@ def _frame_to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _deep_grey_to_rgb(image: Image.Image) -> Image.Image:
-    """Grey of more than 8 bits, scaled to 0..255; the value that a PNG marks as transparent is white."""
+    """Gray of more than 8 bits, scaled to 0..255; the value that a PNG marks as transparent is white."""
     sixteen_bit = image.mode in _SIXTEEN_BIT_MODES
     values = np.array(image, dtype=np.float32 if sixteen_bit else np.float64)
     transparent = values == image.info.get("transparency", math.nan)
@@ -411,20 +411,20 @@ class PaliGemmaProcessor:
         """A new decoder for one answer."""
         return StreamDecoder(self)
 
-    def piece(self, token_id: int) -> str:
+    def token_str(self, token_id: int) -> str:
         """The raw piece: `▁cat`, `<0xE4>`, `<loc0001>`, a newline as it is; `<id 257200>` without one."""
         piece = self._piece_or_none(token_id)
         return f"<id {token_id}>" if piece is None else piece
 
-    def has_piece(self, token_id: int) -> bool:
+    def has_token(self, token_id: int) -> bool:
         """Whether the tokenizer has a piece for this id; checkpoints have more rows than pieces."""
         return self._piece_or_none(token_id) is not None
 
-    def text_piece(self, token_id: int) -> str | None:
+    def text_token_str(self, token_id: int) -> str | None:
         """The piece that an id adds to a text: None for a special token and for an id without a piece."""
         return None if token_id in self.special_token_ids else self._piece_or_none(token_id)
 
-    def sampleable(self, vocab_rows: int) -> torch.Tensor:
+    def allowed_tokens(self, vocab_rows: int) -> torch.Tensor:
         """Which rows of the model's vocabulary may be sampled: (vocab_rows,), bool.
 
         False for `<image>` and for rows without a piece. Raises ValueError when the model has too few rows
@@ -496,7 +496,7 @@ class StreamDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that this id lets out; often empty."""
-        piece = self._processor.text_piece(token_id)
+        piece = self._processor.text_token_str(token_id)
         if piece is None:
             return ""
         byte_piece = _BYTE_PIECE.fullmatch(piece)

@@ -66,7 +66,7 @@ class SiglipMLP(nn.Module):
 
 
 class SiglipEncoderLayer(nn.Module):
-    """Attention, then MLP, each on normalised input and added to the stream."""
+    """Attention, then MLP, each on normalized input and added to the stream."""
 
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class SiglipEncoder(nn.Module):
 
 
 class SiglipVisionTransformer(nn.Module):
-    """Embeddings, encoder and a last normalisation."""
+    """Embeddings, encoder and a last normalization."""
 
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__()

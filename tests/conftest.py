@@ -15,8 +15,8 @@ from PIL import Image
 from tiny_models import tiny_model
 
 from paligemma import checkpoint
+from paligemma.benchmarks.tiny_tokenizer import build_tiny_tokenizer
 from paligemma.masks import MaskDecoder
-from paligemma.scripts.tiny_tokenizer import build_tiny_tokenizer
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 # Uploads are named by their content, and an app that ends deletes its own: so no two test runs may share a folder.

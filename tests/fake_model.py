@@ -88,7 +88,7 @@ def fake_inspection(model: Any, image: Any, prompt: str, token_ids: Any, index: 
     return Inspection(index, token_ids[index], "▁cat", (4, 4), attention, attention.sum(dim=-1), lens)
 
 
-def fake_picture_shares(model: Any, image: Any, prompt: str, token_ids: Any) -> torch.Tensor:
+def fake_image_shares(model: Any, image: Any, prompt: str, token_ids: Any) -> torch.Tensor:
     """In place of `paligemma.lens.picture_shares`: every token gives half of its attention to the picture."""
     return torch.full((len(token_ids), 2, 2), 0.5)
 

@@ -27,7 +27,7 @@ loans: list[Loan] = []
 
 
 def GPU(duration: Callable[..., int]) -> Callable[[Callable], Callable]:  # noqa: N802 - the name is not ours
-    def lend(task: Callable) -> Callable:
+    def gpu_lease(task: Callable) -> Callable:
         def generator(*arguments: Any) -> Iterator[Any]:
             yield from _call(_each, task, arguments, duration(*arguments))
 
@@ -37,7 +37,7 @@ def GPU(duration: Callable[..., int]) -> Callable[[Callable], Callable]:  # noqa
 
         return generator if inspect.isgeneratorfunction(task) else function
 
-    return lend
+    return gpu_lease
 
 
 def gradio_auto_wrap(task: Callable) -> Callable:

@@ -30,7 +30,7 @@ def turned(orientation: int) -> bytes:
 
 
 def with_palette_transparency() -> bytes:
-    """A PNG file with a palette, of whose colours three are transparent to some degree."""
+    """A PNG file with a palette, of whose colors three are transparent to some degree."""
     return saved(RGB.quantize(8), "PNG", transparency=bytes((0, 128, 255)))
 
 

@@ -7,10 +7,10 @@ from functools import lru_cache
 import torch
 import transformers
 
+from paligemma.benchmarks.random_checkpoints import CASES, Case, hub_name, make_model
+from paligemma.benchmarks.tiny_tokenizer import build_tiny_tokenizer
 from paligemma.config import PaliGemmaConfig
 from paligemma.modeling import PaliGemmaForConditionalGeneration
-from paligemma.scripts.random_checkpoints import CASES, Case, hub_name, make_model
-from paligemma.scripts.tiny_tokenizer import build_tiny_tokenizer
 
 SHORT_PROMPT, LONG_PROMPT = "detect", "answer en the blue cat in the square"
 FAST_CASES = ("paligemma1", "grouped", "paligemma2", "sliding")

@@ -6,10 +6,10 @@ import sys
 
 from fake_model import FakeModel
 
-import app
 import paligemma
+from paligemma.webapp import cli
 
 if __name__ == "__main__":
     seconds = float(sys.argv.pop(1))
     paligemma.load = lambda *_, **__: FakeModel(("▁a",) * 40, seconds_a_token=seconds)
-    app.main()
+    cli.main()

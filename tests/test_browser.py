@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_model import FakeModel, fake_inspection, fake_picture_shares
+from fake_model import FakeModel, fake_image_shares, fake_inspection
 from gradio_client import Client, handle_file
 
-import app
-from paligemma.view.models import ModelHost
+from paligemma import lens, paths
+from paligemma.webapp import server, ui
+from paligemma.webapp.served_models import ServedModel
 
 pytestmark = pytest.mark.browser
 # Generous, for machines that have other things to do.
@@ -43,23 +44,23 @@ def model() -> FakeModel:
 
 @pytest.fixture(scope="module")
 def url(model) -> Iterator[str]:
-    decoder = app.ASSETS / "demo" / "mask_decoder.safetensors"
-    host = ModelHost("scripted <b>model</b>", lambda progress: model, [decoder])
-    host.start()
-    looking = (app.lens.inspect, app.lens.picture_shares)
-    app.lens.inspect, app.lens.picture_shares = fake_inspection, fake_picture_shares
-    blocks = app.build_app(host)
-    app.launch(blocks, prevent_thread_lock=True, quiet=True)
+    decoder = paths.ASSETS / "demo" / "mask_decoder.safetensors"
+    served_model = ServedModel("scripted <b>model</b>", lambda progress: model, [decoder])
+    served_model.start()
+    looking = (lens.inspect, lens.image_shares)
+    lens.inspect, lens.image_shares = fake_inspection, fake_image_shares
+    blocks = ui.build_app(served_model)
+    server.launch(blocks, prevent_thread_lock=True, quiet=True)
     yield blocks.local_url
     blocks.close()
-    app.lens.inspect, app.lens.picture_shares = looking
+    lens.inspect, lens.image_shares = looking
 
 
 def open_page(browser, url, width: int = 1280, **settings):
     page = browser.new_page(viewport={"width": width, "height": 900}, **{"locale": "en-US", **settings})
     page.set_default_timeout(TIMEOUT_MS)
     page.goto(url)
-    page.wait_for_selector("#badge .notice.done")
+    page.wait_for_selector("#badge .status.done")
     page.wait_for_selector("#tasks .chip")
     return page
 
@@ -71,8 +72,8 @@ def page(browser, url, picture_file) -> Iterator:
     alarms: list[str] = []
     page.on("dialog", lambda dialog: (alarms.append(dialog.message), dialog.dismiss()))
     page.on("pageerror", lambda error: alarms.append(str(error)))
-    page.set_input_files("#picture input[type=file]", str(picture_file))
-    page.wait_for_selector("#scene .picture img")
+    page.set_input_files("#image input[type=file]", str(picture_file))
+    page.wait_for_selector("#image-view .picture img")
     yield page
     page.close()
     assert not alarms
@@ -86,7 +87,7 @@ def run(page, prompt: str = "detect cat") -> None:
           const observer = new MutationObserver((changes) => {
             window.wasBusy ||= changes.some((change) => /busy/.test(change.oldValue + change.target.className));
           });
-          const line = document.querySelector("#notice .notice");
+          const line = document.querySelector("#status .status");
           observer.observe(line, { attributeFilter: ["class"], attributeOldValue: true });
         }"""
     )
@@ -95,7 +96,7 @@ def run(page, prompt: str = "detect cat") -> None:
 
 
 def wait_until_done(page) -> None:
-    page.wait_for_selector("#notice .notice.done")
+    page.wait_for_selector("#status .status.done")
 
 
 def run_to_the_end(page, prompt: str = "detect cat") -> None:
@@ -104,33 +105,33 @@ def run_to_the_end(page, prompt: str = "detect cat") -> None:
 
 
 def pieces(page) -> list[str]:
-    return page.locator("#strip .token").all_text_contents()
+    return page.locator("#token-strip .token").all_text_contents()
 
 
 def chosen(page) -> str:
-    return page.inner_text("#inspector .head strong")
+    return page.inner_text("#candidates .head strong")
 
 
 def wait_for_tokens(page, count: int) -> None:
-    page.wait_for_function(f"document.querySelectorAll('#strip .token').length >= {count}")
+    page.wait_for_function(f"document.querySelectorAll('#token-strip .token').length >= {count}")
 
 
 def test_enter_runs_and_chips_and_candidates_appear_one_by_one(page, model):
     page.evaluate(
         """() => {
           window.heads = [];
-          const seen = () => window.heads.push(document.querySelector("#inspector .head strong")?.textContent);
-          new MutationObserver(seen).observe(document.querySelector("#inspector"), { childList: true, subtree: true });
+          const seen = () => window.heads.push(document.querySelector("#candidates .head strong")?.textContent);
+          new MutationObserver(seen).observe(document.querySelector("#candidates"), { childList: true, subtree: true });
         }"""
     )
     run(page)
     for count in (1, 4, 8):
         wait_for_tokens(page, count)
-    assert page.locator("#notice .notice.busy").count() == 1
+    assert page.locator("#status .status.busy").count() == 1
     wait_until_done(page)
     assert model.requests[-1]["prompt"] == "detect cat"
     assert pieces(page) == SHOWN
-    assert page.inner_text("#strip .text").endswith("&lt;")
+    assert page.inner_text("#token-strip .text").endswith("&lt;")
     numbers = [int(head.split()[1]) for head in page.evaluate("heads") if head]
     assert numbers == sorted(numbers) and len(set(numbers)) > 3
     assert chosen(page).startswith(f"Token {len(SHOWN)} of {len(SHOWN)}: <eos>")
@@ -139,9 +140,7 @@ def test_enter_runs_and_chips_and_candidates_appear_one_by_one(page, model):
 def test_nothing_jumps_while_the_answer_grows(page):
     run(page)
     wait_for_tokens(page, 1)
-    tops = (
-        "['#strip .line', '#inspector table'].map((part) => document.querySelector(part).getBoundingClientRect().top)"
-    )
+    tops = "['#token-strip .line', '#candidates table'].map((part) => document.querySelector(part).getBoundingClientRect().top)"
     before = page.evaluate(tops)
     wait_until_done(page)
     assert page.evaluate(tops) == before
@@ -150,9 +149,9 @@ def test_nothing_jumps_while_the_answer_grows(page):
 def test_text_of_a_model_or_a_person_stays_text(page):
     run_to_the_end(page, "${alert(1)} <img src=x onerror=alert(1)> {{constructor}}")
     for index, text in enumerate(SHOWN):
-        page.click(f"#strip .token[data-index='{index}']")
+        page.click(f"#token-strip .token[data-index='{index}']")
         assert chosen(page).startswith(f"Token {index + 1} of {len(SHOWN)}: {text}")
-        assert page.locator("#inspector tbody td.text").first.text_content() == text
+        assert page.locator("#candidates tbody td.text").first.text_content() == text
     page.click("#tab-panel-runs")
     assert "<img src=x onerror=alert(1)>" in page.inner_text("#runs")
     assert page.locator("#answer img, #badge b").count() == 0
@@ -161,36 +160,36 @@ def test_text_of_a_model_or_a_person_stays_text(page):
 
 def test_tokens_are_chosen_with_the_keyboard_and_on_the_line(page):
     run_to_the_end(page)
-    page.click("#strip .token[data-index='1']")
+    page.click("#token-strip .token[data-index='1']")
     last = len(SHOWN)
     for key, number in (("ArrowRight", 3), ("End", last), ("ArrowLeft", last - 1), ("Home", 1)):
         page.keyboard.press(key)
         assert chosen(page).startswith(f"Token {number} ")
-        assert page.locator("#strip [aria-selected=true]").get_attribute("tabindex") == "0"
+        assert page.locator("#token-strip [aria-selected=true]").get_attribute("tabindex") == "0"
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.className").endswith("branch")
-    line = page.locator("#strip .line")
+    line = page.locator("#token-strip .line")
     line.click(position={"x": line.bounding_box()["width"] - 12, "y": 20})
     assert chosen(page).startswith(f"Token {last} ")
     for way in ("entropy", "rank", "probability"):
-        page.select_option("#strip .head select", way)
-        assert page.input_value("#strip .head select") == way
+        page.select_option("#token-strip .head select", way)
+        assert page.input_value("#token-strip .head select") == way
 
 
 def test_the_focus_stays_in_its_place_when_a_part_is_drawn_anew(page):
     run_to_the_end(page)
-    page.click("#strip .token[data-index='1']")
-    page.focus("#inspector .moves button:last-child")
+    page.click("#token-strip .token[data-index='1']")
+    page.focus("#candidates .moves button:last-child")
     for number in (3, 4):
         page.keyboard.press("Enter")
         assert chosen(page).startswith(f"Token {number} ")
     page.click("#tab-panel-look")
-    page.focus("#look .ask")
+    page.focus("#attention .ask")
     page.keyboard.press("Enter")
-    page.wait_for_selector("#look .patches")
+    page.wait_for_selector("#attention .patches")
     for layer in ("0", "1"):
         page.keyboard.press("ArrowDown")
-        assert page.input_value("#look select >> nth=0") == layer
+        assert page.input_value("#attention select >> nth=0") == layer
     page.click("#tab-panel-runs")
     for key, part in (("Space", "#runs input"), ("Enter", "#runs .run"), ("Enter", "#choices [lang=zh]")):
         page.focus(part)
@@ -201,41 +200,41 @@ def test_the_focus_stays_in_its_place_when_a_part_is_drawn_anew(page):
 
 def test_the_chosen_row_and_its_numbers_are_the_step_s(page, url):
     run_to_the_end(page)
-    image = str(Path(app.ASSETS / "examples" / "garden.png"))
+    image = str(Path(paths.ASSETS / "examples" / "garden.png"))
     job = Client(url, verbose=False).submit(image=handle_file(image), prompt="detect cat", api_name="/generate")
     steps = [event["step"] for event in job if event["step"]]
     for index in (0, 4):
-        page.click(f"#strip .token[data-index='{index}']")
-        grounds = page.locator("#inspector tr.chosen td").evaluate_all(
+        page.click(f"#token-strip .token[data-index='{index}']")
+        grounds = page.locator("#candidates tr.chosen td").evaluate_all(
             "cells => cells.map((cell) => getComputedStyle(cell).backgroundColor)"
         )
         assert len(set(grounds)) == 1
-        cells = page.locator("#inspector tr.chosen td").all_text_contents()
+        cells = page.locator("#candidates tr.chosen td").all_text_contents()
         assert cells[2:4] == [str(steps[index]["token_id"]), f"{steps[index]['logit']:.2f}"]
-        ids = page.locator("#inspector tbody td:nth-child(3)").all_text_contents()
+        ids = page.locator("#candidates tbody td:nth-child(3)").all_text_contents()
         assert ids == [str(candidate["token_id"]) for candidate in steps[index]["top"]]
 
 
 def test_a_branch_is_answered_anew_and_both_runs_stay(page, model):
     run_to_the_end(page)
-    page.click("#strip .token[data-index='1']")
-    page.click("#inspector tbody tr:nth-child(3) .branch")
-    page.wait_for_selector("#notice .notice.busy")
+    page.click("#token-strip .token[data-index='1']")
+    page.click("#candidates tbody tr:nth-child(3) .branch")
+    page.wait_for_selector("#status .status.busy")
     wait_until_done(page)
     assert model.requests[-1]["forced_ids"] == (0, 12)
     assert pieces(page) == [SHOWN[0], "␣else", *SHOWN[2:]]
-    page.click("#strip .token[data-index='0']")
-    assert "taken over" in page.inner_text("#inspector .head")
-    page.click("#strip .token[data-index='1']")
-    assert "chosen by hand" in page.inner_text("#inspector .head")
-    assert page.locator("#inspector tr.chosen td").nth(2).inner_text() == "12"
+    page.click("#token-strip .token[data-index='0']")
+    assert "taken over" in page.inner_text("#candidates .head")
+    page.click("#token-strip .token[data-index='1']")
+    assert "chosen by hand" in page.inner_text("#candidates .head")
+    assert page.locator("#candidates tr.chosen td").nth(2).inner_text() == "12"
     page.click("#tab-panel-runs")
     for tick in page.locator("#runs input[type=checkbox]").all():
         tick.check()
     page.wait_for_selector("#runs .compared")
     assert page.locator("#runs .differs").all_text_contents() == ["␣cat", "␣else"]
     page.click("#runs .tree li:first-child .run")
-    page.wait_for_function("document.querySelectorAll('#strip .token')[1].textContent === '␣cat'")
+    page.wait_for_function("document.querySelectorAll('#token-strip .token')[1].textContent === '␣cat'")
     page.wait_for_selector("#runs .compared")  # side by side they stay
     page.evaluate("document.querySelector('#runs .compared').dataset.old = ''")
     page.click("#runs .tree li:first-child .run")  # which is there already
@@ -247,7 +246,7 @@ def test_one_step_at_a_time(page):
     for count in (1, 2, 3):
         page.click("#step")
         wait_for_tokens(page, count)
-        page.wait_for_selector("#notice .notice.idle")
+        page.wait_for_selector("#status .status.idle")
         assert pieces(page) == SHOWN[:count]
 
 
@@ -255,24 +254,24 @@ def test_one_step_at_a_time(page):
 def test_a_box_is_drawn_in_its_place_at_every_width(browser, url, picture_file, model, monkeypatch, width):
     monkeypatch.setattr(model, "pieces", (*BOXES, "<eos>"))
     page = open_page(browser, url, width)
-    page.set_input_files("#picture input[type=file]", str(picture_file))  # 64 x 48: not square
-    page.wait_for_selector("#scene .picture img")
+    page.set_input_files("#image input[type=file]", str(picture_file))  # 64 x 48: not square
+    page.wait_for_selector("#image-view .picture img")
     run(page)
-    page.wait_for_selector("#scene .box")
-    assert page.locator("#notice .notice.busy").count() == 1  # as soon as it is complete
+    page.wait_for_selector("#image-view .box")
+    assert page.locator("#status .status.busy").count() == 1  # as soon as it is complete
     wait_until_done(page)
-    picture, box = (page.locator(part).bounding_box() for part in ("#scene .picture img", "#scene .box"))
-    assert picture["width"] / picture["height"] == pytest.approx(64 / 48, rel=0.02)
-    assert (box["x"] - picture["x"]) / picture["width"] == pytest.approx(0.25, abs=0.01)
-    assert (box["y"] - picture["y"]) / picture["height"] == pytest.approx(0.25, abs=0.01)
-    assert box["width"] / picture["width"] == pytest.approx(0.5, abs=0.01)
-    assert page.inner_text("#scene .box b").startswith(HOSTILE[0])
+    image, box = (page.locator(part).bounding_box() for part in ("#image-view .picture img", "#image-view .box"))
+    assert image["width"] / image["height"] == pytest.approx(64 / 48, rel=0.02)
+    assert (box["x"] - image["x"]) / image["width"] == pytest.approx(0.25, abs=0.01)
+    assert (box["y"] - image["y"]) / image["height"] == pytest.approx(0.25, abs=0.01)
+    assert box["width"] / image["width"] == pytest.approx(0.5, abs=0.01)
+    assert page.inner_text("#image-view .box b").startswith(HOSTILE[0])
     page.click("#tab-panel-objects")
     assert HOSTILE[0] in page.inner_text("#objects tbody")
     assert "1 location tokens instead of 4" in page.inner_text("#objects .problem")
     page.click("#objects tbody tr")
-    assert page.locator("#strip .token.marked").count() == 5
-    assert page.locator("#scene .box.marked").count() == 1
+    assert page.locator("#token-strip .token.marked").count() == 5
+    assert page.locator("#image-view .box.marked").count() == 1
     with page.expect_download() as download:
         page.click("#objects .actions button:nth-child(2)")
     assert json.loads(Path(download.value.path()).read_text(encoding="utf-8"))["annotations"]
@@ -283,80 +282,80 @@ def test_sixteen_codes_are_drawn_as_a_mask_in_their_box(page, model, monkeypatch
     monkeypatch.setattr(model, "pieces", (*BOXES[:4], *["<seg010>"] * 16, "▁cat", "<eos>"))
     monkeypatch.setattr(model, "seconds_a_token", 0.0)
     run_to_the_end(page, "segment cat")
-    mask = page.locator("#scene .box .mask")
+    mask = page.locator("#image-view .box .mask")
     assert mask.evaluate("node => getComputedStyle(node).maskImage").startswith('url("data:image/png')
-    box, drawn = (page.locator(part).bounding_box() for part in ("#scene .box", "#scene .box .mask"))
+    box, drawn = (page.locator(part).bounding_box() for part in ("#image-view .box", "#image-view .box .mask"))
     assert drawn["width"] == pytest.approx(box["width"], abs=5) and drawn["x"] == pytest.approx(box["x"], abs=5)
 
 
 def test_attention_is_drawn_over_the_right_patch(page):
     run_to_the_end(page)
-    page.click("#strip .token[data-index='6']")
+    page.click("#token-strip .token[data-index='6']")
     page.click("#tab-panel-look")
-    page.click("#look .ask")
-    page.wait_for_selector("#look .patches")
-    opacities = page.locator("#look .patches i").evaluate_all(
+    page.click("#attention .ask")
+    page.wait_for_selector("#attention .patches")
+    opacities = page.locator("#attention .patches i").evaluate_all(
         "cells => cells.map((cell) => Number(cell.style.opacity))"
     )
     assert [index for index, opacity in enumerate(opacities) if opacity > 0.5] == [6]
-    picture, patch = (
-        page.locator("#look .picture").bounding_box(),
-        page.locator("#look i[data-patch='6']").bounding_box(),
+    image, patch = (
+        page.locator("#attention .picture").bounding_box(),
+        page.locator("#attention i[data-patch='6']").bounding_box(),
     )
-    assert (patch["x"] - picture["x"]) / picture["width"] == pytest.approx(2 / 4, abs=0.01)
-    assert (patch["y"] - picture["y"]) / picture["height"] == pytest.approx(1 / 4, abs=0.01)
-    assert picture["width"] / picture["height"] == pytest.approx(64 / 48, rel=0.02)
-    assert "50.0 %" in page.inner_text("#look") and "not an explanation" in page.inner_text("#look")
-    assert page.locator("#look tbody tr").count() == 3
-    page.select_option("#strip .head select", "image attention")
-    page.wait_for_selector("#strip .token.cool2")
-    page.evaluate("document.querySelectorAll('#strip .token').forEach((token) => (token.dataset.old = ''))")
+    assert (patch["x"] - image["x"]) / image["width"] == pytest.approx(2 / 4, abs=0.01)
+    assert (patch["y"] - image["y"]) / image["height"] == pytest.approx(1 / 4, abs=0.01)
+    assert image["width"] / image["height"] == pytest.approx(64 / 48, rel=0.02)
+    assert "50.0 %" in page.inner_text("#attention") and "not an explanation" in page.inner_text("#attention")
+    assert page.locator("#attention tbody tr").count() == 3
+    page.select_option("#token-strip .head select", "image attention")
+    page.wait_for_selector("#token-strip .token.cool2")
+    page.evaluate("document.querySelectorAll('#token-strip .token').forEach((token) => (token.dataset.old = ''))")
     page.click("#tab-panel-runs")
-    page.click("#runs .current .run")  # shown again, it is coloured again
-    page.wait_for_selector("#strip .token.cool2:not([data-old])")
-    run(page, "detect dog")  # the next answer is coloured so too
+    page.click("#runs .current .run")  # shown again, it is colored again
+    page.wait_for_selector("#token-strip .token.cool2:not([data-old])")
+    run(page, "detect dog")  # the next answer is colored so too
     wait_for_tokens(page, len(SHOWN))
-    page.wait_for_function(f"document.querySelectorAll('#strip .token.cool2').length === {len(SHOWN)}")
+    page.wait_for_function(f"document.querySelectorAll('#token-strip .token.cool2').length === {len(SHOWN)}")
 
 
 def test_a_layer_that_another_model_lacks_is_chosen_no_more(page, model, monkeypatch):
     monkeypatch.setattr(model, "seconds_a_token", 0.0)
     run_to_the_end(page)
     page.click("#tab-panel-look")
-    page.click("#look .ask")
+    page.click("#attention .ask")
     for place in (0, 1):
-        page.select_option(f"#look select >> nth={place}", "1")
+        page.select_option(f"#attention select >> nth={place}", "1")
 
     def look_into_a_smaller_model(*arguments):
         found = fake_inspection(*arguments)
-        return replace(found, attention=found.attention[:1, :1], picture_share=found.picture_share[:1, :1])
+        return replace(found, attention=found.attention[:1, :1], image_share=found.image_share[:1, :1])
 
-    monkeypatch.setattr(app.lens, "inspect", look_into_a_smaller_model)
-    page.click("#strip .token[data-index='2']")
-    page.click("#look .ask")
-    page.wait_for_selector("#look .patches")
-    assert [page.input_value(f"#look select >> nth={place}") for place in (0, 1)] == ["-1", "-1"]
+    monkeypatch.setattr(lens, "inspect", look_into_a_smaller_model)
+    page.click("#token-strip .token[data-index='2']")
+    page.click("#attention .ask")
+    page.wait_for_selector("#attention .patches")
+    assert [page.input_value(f"#attention select >> nth={place}") for place in (0, 1)] == ["-1", "-1"]
 
 
 def test_a_newly_chosen_picture_gets_no_boxes_of_the_answer_about_another(page, model, monkeypatch):
     monkeypatch.setattr(model, "pieces", (*BOXES, "<eos>"))
     monkeypatch.setattr(model, "seconds_a_token", 0.0)
     run_to_the_end(page)
-    page.wait_for_selector("#scene .box")
-    asked_about = page.get_attribute("#scene .picture img", "src")
-    page.click("#scene .change")
+    page.wait_for_selector("#image-view .box")
+    requested_image = page.get_attribute("#image-view .picture img", "src")
+    page.click("#image-view .change")
     page.wait_for_function("!document.body.classList.contains('has-picture')")
-    page.set_input_files("#picture input[type=file]", str(app.ASSETS / "examples" / "garden.png"))
-    page.wait_for_selector("#scene .picture img")
-    assert page.locator("#scene .box").count() == 0
+    page.set_input_files("#image input[type=file]", str(paths.ASSETS / "examples" / "garden.png"))
+    page.wait_for_selector("#image-view .picture img")
+    assert page.locator("#image-view .box").count() == 0
     page.click("#tab-panel-look")
-    page.click("#look .ask")  # the answer is still the one about the other picture
-    page.wait_for_selector("#look .patches")
-    assert page.get_attribute("#look .picture img", "src") == asked_about
+    page.click("#attention .ask")  # the answer is still the one about the other picture
+    page.wait_for_selector("#attention .patches")
+    assert page.get_attribute("#attention .picture img", "src") == requested_image
     page.click("#tab-panel-runs")
     page.click("#runs .run")
-    page.wait_for_selector("#scene .box")
-    assert page.get_attribute("#scene .picture img", "src") == asked_about
+    page.wait_for_selector("#image-view .box")
+    assert page.get_attribute("#image-view .picture img", "src") == requested_image
 
 
 def test_what_was_shown_before_is_shown_again(browser, url, model, monkeypatch):
@@ -367,20 +366,20 @@ def test_what_was_shown_before_is_shown_again(browser, url, model, monkeypatch):
     sources = []
     for count in (1, 2):
         run_example(page, count, count)
-        sources.append(page.get_attribute("#scene .picture img", "src"))
+        sources.append(page.get_attribute("#image-view .picture img", "src"))
     page.click("#runs .tree li:first-child .run")
     wait_for_picture(page, sources[0])
     page.evaluate(
         """() => {
           window.said = [];
-          const note = () => window.said.push(document.querySelector("#notice .words").textContent);
-          new MutationObserver(note).observe(document.querySelector("#notice .words"), { childList: true });
+          const note = () => window.said.push(document.querySelector("#status .words").textContent);
+          new MutationObserver(note).observe(document.querySelector("#status .words"), { childList: true });
         }"""
     )
     run_example(page, 2, 3)
     wait_for_picture(page, sources[1])
     assert any(text.startswith("Waiting for its turn") for text in page.evaluate("said"))
-    page.click("#scene .change")
+    page.click("#image-view .change")
     page.wait_for_function("!document.body.classList.contains('has-picture')")
     run_example(page, 2, 4)
     wait_for_picture(page, sources[1])
@@ -394,19 +393,19 @@ def run_example(page, place: int, count_after: int) -> None:
 
 
 def wait_for_picture(page, source: str) -> None:
-    page.wait_for_function("(src) => document.querySelector('#scene .picture img')?.src === src", arg=source)
+    page.wait_for_function("(src) => document.querySelector('#image-view .picture img')?.src === src", arg=source)
 
 
 def test_an_answer_is_copied_also_where_there_is_no_clipboard(page, model, monkeypatch):
     monkeypatch.setattr(model, "seconds_a_token", 0.0)
     run_to_the_end(page)
     page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
-    page.click("#strip .copy")
-    page.wait_for_function("document.querySelector('#strip .copy').textContent === 'Copied'")
+    page.click("#token-strip .copy")
+    page.wait_for_function("document.querySelector('#token-strip .copy').textContent === 'Copied'")
     page.fill("#prompt textarea", "")
     page.press("#prompt textarea", "Control+v")
-    assert page.input_value("#prompt textarea") == page.get_attribute("#strip .part", "data-text")
-    page.wait_for_function("document.querySelector('#strip .copy').textContent === 'Copy'")
+    assert page.input_value("#prompt textarea") == page.get_attribute("#token-strip .part", "data-text")
+    page.wait_for_function("document.querySelector('#token-strip .copy').textContent === 'Copy'")
 
 
 def set_temperature(page, value: str) -> None:
@@ -439,7 +438,7 @@ def test_stop_ends_the_run_and_keeps_what_was_written(page):
     page.evaluate(f"document.querySelector('#prompt textarea').dispatchEvent({composing})")
     wait_for_tokens(page, 5)
     page.keyboard.press("Escape")
-    page.wait_for_function("document.querySelector('#notice .words').textContent.startsWith('Stopped')")
+    page.wait_for_function("document.querySelector('#status .words').textContent.startsWith('Stopped')")
     assert 3 <= len(pieces(page)) < len(SHOWN)
 
 
@@ -458,12 +457,12 @@ def test_run_begins_anew_at_once_while_a_run_is_under_way(page, model, monkeypat
 
 def test_a_bad_request_is_a_line_of_the_page(page):
     run_to_the_end(page)
-    page.click("#scene .change")
-    page.wait_for_selector("#picture input[type=file]", state="attached")
+    page.click("#image-view .change")
+    page.wait_for_selector("#image input[type=file]", state="attached")
     page.wait_for_function("!document.body.classList.contains('has-picture')")
     page.click("#run")
-    page.wait_for_selector("#notice .notice.error")
-    assert page.inner_text("#notice") == "Choose a picture first."
+    page.wait_for_selector("#status .status.error")
+    assert page.inner_text("#status") == "Choose a picture first."
     assert pieces(page) == SHOWN  # the last answer stays
 
 
@@ -478,10 +477,10 @@ def test_a_run_is_exported_and_imported(page, browser, url, tmp_path):
     other.set_input_files("input[type=file][accept*=json]", str(tmp_path / "run.json"))
     wait_for_tokens(other, len(SHOWN))
     assert pieces(other) == SHOWN and "from a file" in other.inner_text("#runs")
-    other.wait_for_selector("#scene .picture img")
+    other.wait_for_selector("#image-view .picture img")
     (tmp_path / "bad.json").write_text('{"format": "<img src=x onerror=alert(1)>"}')
     other.set_input_files("input[type=file][accept*=json]", str(tmp_path / "bad.json"))
-    other.wait_for_selector("#notice .notice.error")
+    other.wait_for_selector("#status .status.error")
     assert pieces(other) == SHOWN
     other.close()
 
@@ -489,35 +488,35 @@ def test_a_run_is_exported_and_imported(page, browser, url, tmp_path):
 def test_an_example_and_a_task_chip_fill_the_form_in(browser, url, model):
     page = open_page(browser, url)
     page.click("#example-chips .chip >> nth=1")
-    page.wait_for_selector("#scene .picture img")
+    page.wait_for_selector("#image-view .picture img")
     wait_until_done(page)
     assert model.requests[-1]["prompt"] == page.input_value("#prompt textarea") == "detect dog"
-    asked = len(model.requests)
+    submitted = len(model.requests)
     page.click("#tasks .chip:has-text('segment')")
     page.wait_for_function("document.querySelector('#prompt textarea').value === 'segment dog'")
-    assert len(model.requests) == asked
+    assert len(model.requests) == submitted
     page.close()
 
 
 @pytest.mark.parametrize("locale", ["zh-CN", "zh"])
 def test_a_chinese_browser_gets_chinese_and_can_choose(browser, url, locale):
     page = open_page(browser, url, locale=locale)
-    assert page.inner_text("#run") == "运行" and page.inner_text("#strip h2") == "回答"
+    assert page.inner_text("#run") == "运行" and page.inner_text("#token-strip h2") == "回答"
     assert page.evaluate("document.documentElement.lang") == "zh-CN"
-    names = page.locator("#picture button").evaluate_all("all => all.map((one) => one.getAttribute('aria-label'))")
+    names = page.locator("#image button").evaluate_all("all => all.map((one) => one.getAttribute('aria-label'))")
     assert names and all(re.search("[一-龥]", name) for name in names)
     text_file = {"name": "a.png", "mimeType": "image/png", "buffer": b"no picture"}
-    page.set_input_files("#picture input[type=file]", text_file)
-    page.wait_for_selector("#notice .notice.error")
-    assert page.inner_text("#notice").startswith("这个文件不是可以读取的图片（JPEG")
+    page.set_input_files("#image input[type=file]", text_file)
+    page.wait_for_selector("#status .status.error")
+    assert page.inner_text("#status").startswith("这个文件不是可以读取的图片（JPEG")
     page.click("#tab-panel-runs")
     endless = {"name": "a.json", "mimeType": "", "buffer": b'{"a": Infinity}'}
     page.set_input_files("input[type=file][accept*=json]", endless)
-    page.wait_for_function("document.querySelector('#notice .words').textContent.startsWith('服务器的说明（英文）')")
+    page.wait_for_function("document.querySelector('#status .words').textContent.startsWith('服务器的说明（英文）')")
     page.click("#choices [lang=en]")
     assert page.inner_text("#run") == "Run" and page.inner_text("#tab-panel-runs") == "Runs"
     page.reload()
-    page.wait_for_selector("#badge .notice.done")
+    page.wait_for_selector("#badge .status.done")
     assert page.inner_text("#run") == "Run"  # the choice is kept
     page.close()
 
@@ -525,8 +524,8 @@ def test_a_chinese_browser_gets_chinese_and_can_choose(browser, url, locale):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_a_phone_and_follows_the_scheme(browser, url, picture_file, scheme):
     page = open_page(browser, url, 390, color_scheme=scheme)
-    page.set_input_files("#picture input[type=file]", str(picture_file))
-    page.wait_for_selector("#scene .picture img")
+    page.set_input_files("#image input[type=file]", str(picture_file))
+    page.wait_for_selector("#image-view .picture img")
     run_to_the_end(page)
     for panel in ("objects", "look", "runs", "candidates"):
         page.click(f"#tab-panel-{panel}")
@@ -541,8 +540,8 @@ def test_long_words_do_not_widen_the_page(browser, url, picture_file, model, mon
     at_the_right_edge = ("<loc0256>", "<loc0900>", "<loc0768>", "<loc1000>")
     monkeypatch.setattr(model, "pieces", (*at_the_right_edge, "▁" + "w" * 80, "<eos>"))
     page = open_page(browser, url, 390)
-    page.set_input_files("#picture input[type=file]", str(picture_file))
-    page.wait_for_selector("#scene .picture img")
+    page.set_input_files("#image input[type=file]", str(picture_file))
+    page.wait_for_selector("#image-view .picture img")
     for letter in "ab":
         run_to_the_end(page, "detect " + letter * 200)
     page.click("#tab-panel-objects")
@@ -552,16 +551,16 @@ def test_long_words_do_not_widen_the_page(browser, url, picture_file, model, mon
     for tick in page.locator("#runs input[type=checkbox]").all():
         tick.check()
     page.wait_for_selector("#runs .compared")
-    assert page.locator("#scene .box b").count() == 1
+    assert page.locator("#image-view .box b").count() == 1
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     page.close()
 
 
 def is_dark(page) -> bool:
-    colours = page.evaluate(
+    colors = page.evaluate(
         "() => ['color', 'backgroundColor'].map((name) => getComputedStyle(document.querySelector('.card'))[name])"
     )
-    ink, paper = (sum(map(int, colour[4:-1].split(",")[:3])) for colour in colours)
+    ink, paper = (sum(map(int, color[4:-1].split(",")[:3])) for color in colors)
     return ink > paper
 
 

@@ -16,10 +16,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paligemma import checkpoint, memory
-from paligemma.checkpoint import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE, CheckpointError, find, load_model, save
+from paligemma import checkpoint
+from paligemma.benchmarks.random_checkpoints import LAYOUTS, make_model, save_layout
+from paligemma.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointError,
+    find,
+    load_model,
+    memory,
+    save,
+)
 from paligemma.modeling import PaliGemmaForConditionalGeneration
-from paligemma.scripts.random_checkpoints import LAYOUTS, make_model, save_layout
 
 CASES = ("paligemma1", "paligemma2")
 POSITIONS = "vision_tower.vision_model.embeddings.position_embedding.weight"
@@ -314,7 +324,7 @@ def test_weights_of_other_software_are_named(folder, name, message):
 def test_a_quantised_checkpoint_is_refused_by_its_method(folder, method):
     data = {**json.loads((folder / "config.json").read_text()), "quantization_config": {"quant_method": method}}
     (folder / "config.json").write_text(json.dumps(data))
-    with pytest.raises(CheckpointError, match=rf"cannot be used: .*quantised \({method}\); take the model"):
+    with pytest.raises(CheckpointError, match=rf"cannot be used: .*quantized \({method}\); take the model"):
         load_model(folder, "cpu")
 
 
@@ -322,7 +332,7 @@ def test_a_quantised_checkpoint_is_refused_by_its_method(folder, method):
     "changes", [{"num_hidden_layers": 10**9}, {"hidden_size": 10**6, "intermediate_size": 10**6}, {"hidden_size": -1}]
 )
 def test_absurd_sizes_are_refused_before_a_model_is_made(folder, changes, monkeypatch):
-    monkeypatch.setattr(checkpoint, "empty_model", lambda *_: pytest.fail("a model was made"))
+    monkeypatch.setattr(checkpoint, "build_empty_model", lambda *_: pytest.fail("a model was made"))
     edit_config(folder, text_config=changes)
     with pytest.raises(CheckpointError, match=r"cannot be used: .*(allowed|must be)"):
         load_model(folder, "cpu")
@@ -389,7 +399,9 @@ def test_a_device_that_is_not_there_is_refused(folder, device):
 @pytest.fixture
 def machine(monkeypatch) -> Callable[[int, int], None]:
     """Sets how much memory there seems to be, in all and free."""
-    return lambda total, free: monkeypatch.setattr(memory, "of_device", lambda device: memory.Memory(total, free))
+    return lambda total, free: monkeypatch.setattr(
+        memory, "available_memory", lambda device: memory.Memory(total, free)
+    )
 
 
 def test_too_little_memory_for_converted_weights_is_refused_with_numbers_before_they_are_read(
@@ -415,7 +427,7 @@ def test_weights_that_stay_in_their_file_need_no_memory_but_are_said_to_be_slow_
 
 
 def test_where_the_system_says_nothing_of_its_memory_nothing_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(memory, "of_device", lambda device: None)
+    monkeypatch.setattr(memory, "available_memory", lambda device: None)
     assert load_model(folder, "cpu", "bfloat16").dtype == torch.bfloat16
 
 
@@ -437,7 +449,7 @@ def test_weights_in_the_stored_type_stay_in_the_file(sharded, dtype, expected):
 
 
 def test_an_empty_model_has_every_weight_and_no_memory(folder):
-    model = checkpoint.empty_model(checkpoint.read_config(folder))
+    model = checkpoint.build_empty_model(checkpoint.read_config(folder))
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert model.language_model.model.norm.weight.shape == (64,)
 

@@ -201,7 +201,7 @@ def test_the_parameters_of_a_model_are_about_counted(data: dict, millions: int):
 
 
 def test_quantised_weights_are_refused_by_their_method():
-    with pytest.raises(ValueError, match=r"quantised \(gptq\); take the model"):
+    with pytest.raises(ValueError, match=r"quantized \(gptq\); take the model"):
         PaliGemmaConfig.from_dict({**PALIGEMMA1, "quantization_config": {"quant_method": "gptq"}})
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 
-from paligemma.scripts import deploy
+from paligemma.tools import deploy
 
 REQUIREMENTS = "# What it needs.\ntorch>=2.8,<2.14\ngradio>=6.31,<7\n"
 
@@ -52,7 +52,14 @@ def test_a_project_without_torch_is_not_taken_for_this_one():
 
 def test_a_space_gets_what_the_app_needs_and_nothing_else():
     names = set(deploy.files_to_upload())
-    assert names >= {"app.py", "README.md", "requirements.txt", "LICENSE", "paligemma/pipeline.py", "assets/page.css"}
+    assert names >= {
+        "app.py",
+        "README.md",
+        "requirements.txt",
+        "LICENSE",
+        "paligemma/pipeline.py",
+        "assets/page/page.css",
+    }
     assert "assets/demo/config.json" in names and "assets/examples/cats.png" in names
     assert not [name for name in names if "__pycache__" in name or name.startswith((".", "tests/", "runs/"))]
 

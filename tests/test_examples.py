@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 import paligemma
-from paligemma.scripts.demo_icons import CLASSES, COLOURS
-from paligemma.scripts.demo_scenes import Scene, SceneObject
-from paligemma.scripts.demo_tasks import box_iou, caption_counts, parse_boxes
-from paligemma.scripts.make_examples import true_question
+from paligemma.tools.examples import true_question
+from paligemma.training.icons import CLASSES, COLORS
+from paligemma.training.scenes import Scene, SceneObject
+from paligemma.training.tasks import box_iou, caption_counts, parse_boxes
 
 FOLDER = Path(__file__).parents[1] / "assets" / "examples"
 ENTRIES = json.loads((FOLDER / "examples.json").read_text(encoding="utf-8"))
@@ -27,7 +27,7 @@ PROMPTS = {
     "segment": rf"segment ({NAMES})",
     "count": rf"answer en how many ({PLURALS}) are there\?",
     "present": rf"answer en is there an? ({NAMES})\?",
-    "colour": rf"answer en what colou?r is the ({NAMES})\?",
+    "color": rf"answer en what colou?r is the ({NAMES})\?",
     "where": rf"answer en where is the ({NAMES})\?",
     "relation": rf"answer en what is (left of|right of|above|below) the ({NAMES})\?",
 }
@@ -44,9 +44,9 @@ def kind(prompt: str) -> str | None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["file"])
 def test_every_example_is_a_large_picture_with_prompt_answer_and_credit(entry):
-    with Image.open(FOLDER / entry["file"]) as picture:
-        picture.load()
-        assert min(picture.size) >= 448 and picture.mode == "RGB"
+    with Image.open(FOLDER / entry["file"]) as image:
+        image.load()
+        assert min(image.size) >= 448 and image.mode == "RGB"
     assert set(entry) == {"file", "prompt", "answer", "credit"}
     assert "Noto" in entry["credit"] and "Apache-2.0" in entry["credit"]
 
@@ -61,8 +61,8 @@ def test_every_prompt_is_one_that_the_model_knows_and_the_answer_fits_it(entry):
     elif asked in ("detect", "several", "segment"):
         labels = {label for label, _, _ in parse_boxes(answer)}
         assert labels == set(prompt.split(" ", 1)[1].split(" ; "))
-    elif asked == "colour":
-        assert answer in COLOURS
+    elif asked == "color":
+        assert answer in COLORS
 
 
 def test_the_examples_show_every_task_and_language():
@@ -87,8 +87,8 @@ def test_the_true_answer_is_found_by_its_prompt():
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["file"])
 def test_the_bundled_model_answers_every_example_rightly(vlm, entry):
     """Words exactly; boxes by name and order, each over at least half of what it and the true one cover together."""
-    with Image.open(FOLDER / entry["file"]) as picture:
-        answer = vlm.generate(picture, entry["prompt"]).text
+    with Image.open(FOLDER / entry["file"]) as image:
+        answer = vlm.generate(image, entry["prompt"]).text
     true, said = parse_boxes(entry["answer"]), parse_boxes(answer)
     assert [label for label, _, _ in said] == [label for label, _, _ in true]
     assert all(box_iou(true_box, box) >= 0.5 for (_, true_box, _), (_, box, _) in zip(true, said, strict=True))

@@ -15,18 +15,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from test_app import ask, decoded, ready_host, upload
-from test_view import VERSIONS, make_run
+from test_app import decoded, ready_host, submit_run, upload
+from test_webapp import VERSIONS, make_run
 
-import app
 import paligemma
 from paligemma.generation import NonFiniteLogitsError
 from paligemma.parsing import parse
-from paligemma.view import events, export, objects
-from paligemma.view.models import ModelHost
-from paligemma.view.picture import FORMATS, decode_picture
-from paligemma.view.runner import show_again
-from paligemma.view.visit import Visit
+from paligemma.webapp import api, events, handlers, run_file
+from paligemma.webapp.execution import show_earlier_run
+from paligemma.webapp.images import FORMATS, decode_image
+from paligemma.webapp.render import objects
+from paligemma.webapp.served_models import ServedModel
+from paligemma.webapp.session import Session
 
 # A hosted run repeats the same examples; elsewhere they are new ones each time.
 settings.register_profile(
@@ -95,15 +95,15 @@ def altered(draw: st.DrawFn, file: bytes) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def host(tiny_checkpoint) -> ModelHost:
+def served_model(tiny_checkpoint) -> ServedModel:
     return ready_host(paligemma.load(tiny_checkpoint), "tiny")
 
 
 @settings(max_examples=150)
 @given(image=images(), prompt=ANY_PROMPT, request=requests())
-def test_the_library_answers_or_raises_what_it_says(host, image, prompt, request):
+def test_the_library_answers_or_raises_what_it_says(served_model, image, prompt, request):
     try:
-        steps = list(itertools.islice(host.model.stream(image, prompt, **request), 3))
+        steps = list(itertools.islice(served_model.model.stream(image, prompt, **request), 3))
     except (ValueError, NonFiniteLogitsError) as error:
         assert str(error)
         return
@@ -115,16 +115,16 @@ def test_the_library_answers_or_raises_what_it_says(host, image, prompt, request
 
 @settings(max_examples=150)
 @given(prompt=ANY_PROMPT, request=requests())
-def test_the_page_and_the_api_answer_or_say_what_is_wrong(host, picture_file, prompt, request):
+def test_the_page_and_the_api_answer_or_say_what_is_wrong(served_model, picture_file, prompt, request):
     on_page = {name: value for name, value in request.items() if name not in ("forced_ids", "time_limit")}
-    visit = Visit((host,))
-    ask(visit, picture_file, prompt, **on_page)
-    news = list(app.answer_on_page(visit))
-    assert all(one.encode() for one in news if isinstance(one, str))
-    assert decoded(news[-1]).notice["kind"] in ("done", "error")
+    session = Session((served_model,))
+    submit_run(session, picture_file, prompt, **on_page)
+    page_update = list(handlers.run_pending(session))
+    assert all(one.encode() for one in page_update if isinstance(one, str))
+    assert decoded(page_update[-1]).status["kind"] in ("done", "error")
     try:
         assert json.dumps(
-            list(app.answer_over_api((host,), upload(picture_file), prompt, **request))[-1], allow_nan=False
+            list(api.answer_over_api((served_model,), upload(picture_file), prompt, **request))[-1], allow_nan=False
         )
     except gr.Error as error:
         assert error.message
@@ -139,7 +139,7 @@ FILES += [files.saved(files.RGB.convert("F"), "TIFF"), files.saved(files.RGB, "T
 @given(file=st.sampled_from(FILES).flatmap(altered))
 def test_a_damaged_picture_is_read_or_refused(file):
     try:
-        image = decode_picture(file)
+        image = decode_image(file)
     except ValueError as error:
         assert str(error)
         return
@@ -183,12 +183,12 @@ def test_any_text_is_parsed_whole_and_while_it_grows(pieces, width, height):
 def test_any_answer_is_listed_and_sent(pieces):
     run = make_run(1, *pieces)
     assert json.dumps(objects.object_list(run), allow_nan=False)
-    assert json.dumps(events.detections(run.steps, run.picture.size), allow_nan=False)
+    assert json.dumps(events.detections(run.steps, run.image.size), allow_nan=False)
 
 
 # Imported runs
 
-RUN = export.write_run(make_run(1, "▁a", "<loc0001>"), VERSIONS)
+RUN = run_file.write_run(make_run(1, "▁a", "<loc0001>"), VERSIONS)
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
@@ -216,13 +216,13 @@ def altered_runs(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=300)
 @given(file=st.one_of(altered_runs(), altered(RUN.encode()), ANY_JSON.map(lambda value: json.dumps(value).encode())))
-def test_a_run_is_imported_and_shown_or_refused(host, file):
+def test_a_run_is_imported_and_shown_or_refused(served_model, file):
     try:
-        run = export.read_run(file, 1)
+        run = run_file.read_run(file, 1)
     except ValueError as error:
         assert len(str(error)) < 1000
         return
-    visit = Visit((host,))
-    assert app._news(visit, show_again(visit, visit.history.add(run))).encode()
-    again = export.read_run(export.write_run(run, VERSIONS).encode(), 1)
+    session = Session((served_model,))
+    assert handlers.encode_update(session, show_earlier_run(session, session.history.add(run))).encode()
+    again = run_file.read_run(run_file.write_run(run, VERSIONS).encode(), 1)
     assert again.steps == run.steps and again.request == run.request

@@ -158,7 +158,7 @@ def test_attention_in_blocks_of_queries_equals_the_whole(
     torch.testing.assert_close(plain_attention(queries, keys, values, mask, 0.3, softcap), whole, atol=1e-6, rtol=0)
 
 
-def test_a_key_head_serves_neighbouring_query_heads() -> None:
+def test_a_key_head_serves_neighboring_query_heads() -> None:
     queries, keys, values = qkv(heads=4, key_heads=2)
     grouped = attention(queries, keys, values, None, 0.3, None)
     for head in range(4):
@@ -340,7 +340,7 @@ def test_gemma2_normalises_what_a_block_adds_and_gemma1_what_it_reads() -> None:
     assert names2 - names1 == {"pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"}
 
 
-def test_pre_norm_layer_passes_its_input_on_unnormalised() -> None:
+def test_pre_norm_layer_passes_its_input_on_unnormalized() -> None:
     """With blocks that give nothing, a layer is the identity in both generations."""
     for model_type in ("gemma", "gemma2"):
         layer = GemmaModel(GemmaConfig(**TINY, model_type=model_type)).layers[0]

@@ -25,11 +25,11 @@ from paligemma.generation import (
     draw,
     keep_top_k,
     keep_top_p,
-    largest_rows,
     rank_of,
     sample,
     sampling_probabilities,
     stream,
+    top_k_indices,
 )
 from paligemma.kv_cache import KVCache
 
@@ -46,8 +46,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def tiny_inputs(prompt: str = PROMPT) -> dict[str, torch.Tensor]:
-    picture = gradient_picture()
-    return tiny_processor()([picture], [prompt])
+    image = gradient_picture()
+    return tiny_processor()([image], [prompt])
 
 
 def gradient_picture() -> Image.Image:
@@ -55,14 +55,14 @@ def gradient_picture() -> Image.Image:
     return Image.merge("RGB", (red, green, red.rotate(90)))
 
 
-def sampleable_rows(model) -> torch.Tensor:
-    return tiny_processor().sampleable(model.config.text_config.vocab_size)
+def allowed_tokens_of(model) -> torch.Tensor:
+    return tiny_processor().allowed_tokens(model.config.text_config.vocab_size)
 
 
 def start(model, inputs=None, **options):
     """stream() with the tiny processor; `sampling` may be left out (greedy)."""
     inputs = tiny_inputs() if inputs is None else inputs
-    return stream(model, tiny_processor(), inputs, sampleable_rows(model), GenerationOptions(**options))
+    return stream(model, tiny_processor(), inputs, allowed_tokens_of(model), GenerationOptions(**options))
 
 
 def ids_of(steps) -> list[int]:
@@ -208,9 +208,9 @@ def test_numbers_of_any_kind_become_pythons_own():
 
 def test_largest_rows_and_ranks_agree_and_order_equals_by_id():
     logits = torch.tensor([1.0, 4.0, 2.0, 4.0, 2.0, 2.0])
-    assert largest_rows(logits, 4) == [1, 3, 2, 4]
-    assert largest_rows(logits, 50) == [1, 3, 2, 4, 5, 0]
-    assert [rank_of(logits, row) for row in largest_rows(logits, 6)] == [1, 2, 3, 4, 5, 6]
+    assert top_k_indices(logits, 4) == [1, 3, 2, 4]
+    assert top_k_indices(logits, 50) == [1, 3, 2, 4, 5, 0]
+    assert [rank_of(logits, row) for row in top_k_indices(logits, 6)] == [1, 2, 3, 4, 5, 6]
 
 
 # What a Step says -----------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def row_of_step(model, steps, index: int) -> torch.Tensor:
     input_ids = torch.cat((inputs["input_ids"], answer), dim=1)
     token_types = torch.cat((torch.zeros_like(inputs["input_ids"]), torch.ones_like(answer)), dim=1)
     logits = model(input_ids, inputs["pixel_values"], token_type_ids=token_types)["logits"][0, -1].double()
-    return logits.masked_fill(~sampleable_rows(model), -math.inf)
+    return logits.masked_fill(~allowed_tokens_of(model), -math.inf)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,7 +242,7 @@ def test_every_figure_of_a_step_is_that_of_its_position(kind, sampling):
         assert step.entropy == pytest.approx(float(torch.special.entr(probabilities).sum()), abs=1e-4)
         assert step.rank == 1 + int((row > row[step.token_id]).sum())
         assert [candidate.token_id for candidate in step.top] == row.topk(6).indices.tolist()
-        assert step.piece == tiny_processor().piece(step.token_id)
+        assert step.piece == tiny_processor().token_str(step.token_id)
         for candidate in step.top:
             assert candidate.logit == pytest.approx(float(row[candidate.token_id]), abs=1e-4)
             assert candidate.logprob == pytest.approx(candidate.logit - step.logsumexp)
@@ -284,7 +284,7 @@ def test_the_number_of_candidates():
 def test_image_token_and_rows_without_a_piece_do_not_exist(sampling):
     model = tiny_model()
     plain = list(start(model, max_new_tokens=5, sampling=sampling, top_n=50))
-    hidden_rows = ~sampleable_rows(model)
+    hidden_rows = ~allowed_tokens_of(model)
     assert int(hidden_rows.sum()) == FILLER_ROWS + 1
 
     def make_them_the_largest(logits):
@@ -426,9 +426,9 @@ def test_more_tokens_than_positions_are_refused_before_any_work():
 
 
 def test_a_batch_is_refused():
-    picture = gradient_picture()
+    image = gradient_picture()
     with pytest.raises(ValueError, match="2 prompts"):
-        start(tiny_model(), tiny_processor()([picture] * 2, ["a", "b"]))
+        start(tiny_model(), tiny_processor()([image] * 2, ["a", "b"]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

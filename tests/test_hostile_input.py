@@ -14,18 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gradio as gr
 import hostile_files as files
 import pytest
 from fake_model import PROCESSOR, FakeModel
 from gradio_client import Client, handle_file
 from PIL import Image
-from test_app import answer, ask, decoded, import_file, make_visit, ready_host, run_page
-from test_view import VERSIONS, change, make_run
+from test_app import answer, decoded, import_file, make_visit, ready_host, run_page, submit_run
+from test_webapp import VERSIONS, change, make_run
 
-import app
-from paligemma.view import export, picture
-from paligemma.view.picture import MAX_SIDE, decode_picture, make_picture, open_picture
-from paligemma.view.requests import (
+from paligemma.webapp import handlers, images, run_file, ui
+from paligemma.webapp import server as server_module
+from paligemma.webapp.images import MAX_SIDE, decode_image, make_input_image, open_image
+from paligemma.webapp.requests import (
     MAX_FILE_BYTES,
     MAX_PROMPT_CHARACTERS,
     MAX_PROMPT_TOKENS,
@@ -43,8 +44,8 @@ CLEAR_REFERENCES, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/statu
 
 ODD_PICTURES: dict[str, Callable[[], bytes]] = {
     "black and white": lambda: files.saved(files.RGB.convert("1"), "PNG"),
-    "grey": lambda: files.saved(files.RGB.convert("L"), "PNG"),
-    "grey with alpha": lambda: files.saved(files.RGB.convert("LA"), "PNG"),
+    "gray": lambda: files.saved(files.RGB.convert("L"), "PNG"),
+    "gray with alpha": lambda: files.saved(files.RGB.convert("LA"), "PNG"),
     "palette": lambda: files.saved(files.RGB.quantize(8), "GIF"),
     "palette with transparency": files.with_palette_transparency,
     "alpha": lambda: files.saved(files.RGB.convert("RGBA"), "WEBP"),
@@ -54,7 +55,7 @@ ODD_PICTURES: dict[str, Callable[[], bytes]] = {
     "32 bit": lambda: files.saved(files.RGB.convert("I"), "TIFF"),
     "float": lambda: files.saved(files.RGB.convert("F"), "TIFF"),
     "several pictures of a camera": lambda: files.saved(files.RGB, "MPO", save_all=True, append_images=[files.RGB]),
-    "broken colour profile": lambda: files.saved(files.RGB, "JPEG", icc_profile=b"no profile" * 100),
+    "broken color profile": lambda: files.saved(files.RGB, "JPEG", icc_profile=b"no profile" * 100),
     "broken EXIF": lambda: files.saved(files.RGB, "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff"),
     "long comment": lambda: files.with_text(3_000_000),
     "one row": lambda: files.saved(Image.new("RGB", (MAX_SIDE, 1)), "PNG"),
@@ -66,30 +67,30 @@ ODD_PICTURES: dict[str, Callable[[], bytes]] = {
 @pytest.mark.parametrize("name", ODD_PICTURES)
 def test_an_odd_picture_is_read_shown_and_seen(name, tmp_path):
     (tmp_path / "picture.png").write_bytes(ODD_PICTURES[name]())
-    kept = make_picture(open_picture(tmp_path / "picture.png"), PROCESSOR)
-    assert kept.seen.size == (56, 56) and kept.seen.mode == "RGB"
-    assert decode_picture(kept.shown).mode == "RGB"
+    kept = make_input_image(open_image(tmp_path / "picture.png"), PROCESSOR)
+    assert kept.model_input.size == (56, 56) and kept.model_input.mode == "RGB"
+    assert decode_image(kept.preview).mode == "RGB"
 
 
 @pytest.mark.parametrize("format_name", ["GIF", "WEBP", "PNG"])
 def test_of_an_animation_the_first_frame_is_read(format_name):
-    assert decode_picture(files.animation(format_name)).getextrema() == ((255, 255),) * 3
+    assert decode_image(files.animation(format_name)).getextrema() == ((255, 255),) * 3
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_size_and_pixels_of_a_turned_picture_agree(orientation):
-    kept = make_picture(decode_picture(files.turned(orientation)), PROCESSOR)
-    assert kept.size == decode_picture(kept.shown).size == ((30, 40) if orientation > 4 else (40, 30))
+    kept = make_input_image(decode_image(files.turned(orientation)), PROCESSOR)
+    assert kept.size == decode_image(kept.preview).size == ((30, 40) if orientation > 4 else (40, 30))
 
 
 def test_a_picture_is_turned_although_its_exif_data_are_damaged():
-    kept = make_picture(decode_picture(files.with_damaged_exif()), PROCESSOR)
-    assert kept.size == decode_picture(kept.shown).size == (30, 40)
+    kept = make_input_image(decode_image(files.with_damaged_exif()), PROCESSOR)
+    assert kept.size == decode_image(kept.preview).size == (30, 40)
 
 
 def test_what_is_transparent_is_white():
     clear = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
-    assert decode_picture(files.saved(clear, "PNG")).getextrema() == ((255, 255),) * 3
+    assert decode_image(files.saved(clear, "PNG")).getextrema() == ((255, 255),) * 3
 
 
 OTHER_FILES = {
@@ -115,7 +116,7 @@ OTHER_FILES = {
 def test_another_file_named_png_is_refused_by_its_content(name, tmp_path):
     (tmp_path / "file.png").write_bytes(OTHER_FILES[name])
     with pytest.raises(ValueError, match="none of the pictures that can be read"):
-        open_picture(tmp_path / "file.png")
+        open_image(tmp_path / "file.png")
 
 
 BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
@@ -155,9 +156,9 @@ def test_a_bomb_is_refused_before_it_goes_off(name):
     def open_it() -> None:
         if message:
             with pytest.raises(ValueError, match=message):
-                decode_picture(file)
+                decode_image(file)
         else:
-            decode_picture(file)
+            decode_image(file)
 
     if os.access(CLEAR_REFERENCES, os.W_OK):
         assert peak_bytes(open_it) < 100_000_000
@@ -165,12 +166,12 @@ def test_a_bomb_is_refused_before_it_goes_off(name):
         open_it()
 
 
-@pytest.mark.parametrize("format_name", picture.FORMATS)
+@pytest.mark.parametrize("format_name", images.FORMATS)
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9])
 def test_a_truncated_file_is_refused_in_words(format_name, share):
     whole = files.saved(Image.effect_noise((64, 64), 50).convert("RGB"), format_name)
     with pytest.raises(ValueError, match="damaged"):
-        decode_picture(whole[: int(share * len(whole))])
+        decode_image(whole[: int(share * len(whole))])
 
 
 def fifo(folder: Path) -> Path:
@@ -199,12 +200,12 @@ PATHS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("name", PATHS)
 def test_what_is_no_ordinary_file_is_refused_and_never_waited_for(name, tmp_path):
     with pytest.raises(ValueError, match="Choose it again") as caught:
-        open_picture(PATHS[name](tmp_path))
+        open_image(PATHS[name](tmp_path))
     assert str(tmp_path) not in str(caught.value)
 
 
 def test_a_link_to_a_picture_is_a_picture(tmp_path, picture_file):
-    assert open_picture(link(tmp_path, str(picture_file))).size == (64, 48)
+    assert open_image(link(tmp_path, str(picture_file))).size == (64, 48)
 
 
 def test_a_file_beyond_the_limit_is_not_read(tmp_path):
@@ -212,7 +213,7 @@ def test_a_file_beyond_the_limit_is_not_read(tmp_path):
     with path.open("wb") as file:
         file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(ValueError, match="more than 10 MB"):
-        open_picture(path)
+        open_image(path)
 
 
 def test_few_pictures_are_decoded_at_a_time(tmp_path, picture_file, monkeypatch):
@@ -225,8 +226,8 @@ def test_few_pictures_are_decoded_at_a_time(tmp_path, picture_file, monkeypatch)
         running.pop()
         return Image.open(path)
 
-    monkeypatch.setattr(picture, "open_picture", count)
-    threads = [threading.Thread(target=picture.read_picture, args=(picture_file, PROCESSOR)) for _ in range(8)]
+    monkeypatch.setattr(images, "open_image", count)
+    threads = [threading.Thread(target=images.read_input_image, args=(picture_file, PROCESSOR)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -255,14 +256,14 @@ PROMPTS = {
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_any_text_is_a_prompt_and_can_be_sent_back(name, picture_file):
-    visit = make_visit()
-    ask(visit, picture_file, PROMPTS[name])
-    news = list(app.answer_on_page(visit))
-    assert all(one.encode() for one in news if isinstance(one, str))
-    assert decoded(news[-1]).notice["kind"] == "done"
-    (request,) = visit.host.model.requests
+    session = make_visit()
+    submit_run(session, picture_file, PROMPTS[name])
+    page_update = list(handlers.run_pending(session))
+    assert all(one.encode() for one in page_update if isinstance(one, str))
+    assert decoded(page_update[-1]).status["kind"] == "done"
+    (request,) = session.served_model.model.requests
     assert request["prompt"] == PROMPTS[name].replace("\ud800", "\ufffd").replace("\udfff", "\ufffd")
-    assert json.loads(app.export_run(visit)[1]["text"])["request"]["prompt"] == request["prompt"]
+    assert json.loads(handlers.export_run(session)[1]["text"])["request"]["prompt"] == request["prompt"]
 
 
 @pytest.mark.parametrize("prompt", [3, 1.5, True, ["caption"], {"text": "caption"}, b"caption"])
@@ -277,7 +278,7 @@ def test_a_long_prompt_is_refused_with_both_numbers(picture_file):
     with pytest.raises(ValueError, match=f"{MAX_PROMPT_TOKENS + 1} tokens; at most {MAX_PROMPT_TOKENS}"):
         check_prompt_length(PROCESSOR, "x" * (MAX_PROMPT_TOKENS + 1))
     last = run_page(make_visit(), picture_file, "猫" * MAX_PROMPT_CHARACTERS)[-1]
-    assert "2000 tokens; at most 512" in last.notice["text"]
+    assert "2000 tokens; at most 512" in last.status["text"]
 
 
 # Requests
@@ -320,8 +321,8 @@ def test_wrong_ids_are_refused(value):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    blocks = app.build_app(ready_host(FakeModel(("▁a", "▁cat"), seconds_a_token=0.01)))
-    app.launch(blocks, prevent_thread_lock=True, quiet=True)
+    blocks = ui.build_app(ready_host(FakeModel(("▁a", "▁cat"), seconds_a_token=0.01)))
+    server_module.launch(blocks, prevent_thread_lock=True, quiet=True)
     yield blocks.local_url.rstrip("/")
     blocks.close()
 
@@ -445,13 +446,13 @@ def test_every_event_of_the_page_bears_values_of_any_kind(server):
 def test_strangers_calls_do_not_disturb_another_visitor(server, inputs, picture_file):
     events: list[list[dict]] = []
 
-    def visit() -> None:
+    def session() -> None:
         client = Client(server, verbose=False)
         for _ in range(5):
             job = client.submit(image=handle_file(picture_file), prompt="caption en", top_n=3, api_name="/generate")
             events.append([event["step"]["piece"] for event in job if event["step"]])
 
-    visitor = threading.Thread(target=visit)
+    visitor = threading.Thread(target=session)
     visitor.start()
     while visitor.is_alive():
         for place, value, _ in WRONG_CALLS.values():
@@ -464,11 +465,13 @@ def test_strangers_calls_do_not_disturb_another_visitor(server, inputs, picture_
 
 
 def document() -> dict[str, Any]:
-    return json.loads(export.write_run(make_run(1, "▁a", "▁b"), VERSIONS))
+    return json.loads(run_file.write_run(make_run(1, "▁a", "▁b"), VERSIONS))
 
 
 def read(changed: Any) -> None:
-    export.read_run((changed if isinstance(changed, str) else json.dumps(changed)).encode("utf-8", "surrogatepass"), 1)
+    run_file.read_run(
+        (changed if isinstance(changed, str) else json.dumps(changed)).encode("utf-8", "surrogatepass"), 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -543,18 +546,18 @@ def test_a_file_that_is_no_run_is_refused_in_few_words(text, message):
 
 def test_a_huge_file_is_refused_unread():
     with pytest.raises(ValueError, match=f"at most {MAX_FILE_BYTES}"):
-        export.read_run(bytes(MAX_FILE_BYTES + 1), 1)
+        run_file.read_run(bytes(MAX_FILE_BYTES + 1), 1)
 
 
 def test_a_file_with_a_byte_order_mark_is_read():
-    assert export.read_run(b"\xef\xbb\xbf" + json.dumps(document()).encode(), 3).number == 3
+    assert run_file.read_run(b"\xef\xbb\xbf" + json.dumps(document()).encode(), 3).number == 3
 
 
 def test_a_refused_import_leaves_the_page_as_it_was(picture_file, tmp_path):
-    visit = make_visit()
-    run_page(visit, picture_file)
-    shown = visit.history.current
-    refused = decoded(import_file(visit, tmp_path, "{}"))
-    assert refused.notice["kind"] == "error" and visit.history.current is shown
-    assert app.import_run(visit, {"path": "/dev/zero"}, None, "") == app.gr.skip()  # not marked as uploaded
-    assert answer(visit) and len(list(visit.history)) == 1
+    session = make_visit()
+    run_page(session, picture_file)
+    preview = session.history.current
+    refused = decoded(import_file(session, tmp_path, "{}"))
+    assert refused.status["kind"] == "error" and session.history.current is preview
+    assert handlers.import_run(session, {"path": "/dev/zero"}, None, "") == gr.skip()  # not marked as uploaded
+    assert answer(session) and len(list(session.history)) == 1

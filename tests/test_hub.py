@@ -22,15 +22,14 @@ import torch
 from fake_hub import LICENSED, UNLICENSED, FakeHub, commit_of, files_of, serving, use_address
 from huggingface_hub import constants
 
-import app
 import paligemma
 from paligemma import __main__ as command_line
-from paligemma import checkpoint, hub, memory
-from paligemma.checkpoint import DTYPES, INDEX_FILE, SINGLE_FILE, CheckpointError, find, load_model
-from paligemma.hub import redacted
-from paligemma.scripts.random_checkpoints import make_model, save_layout
-from paligemma.view import logs, words
-from paligemma.view.models import ModelHost
+from paligemma import checkpoint
+from paligemma.benchmarks.random_checkpoints import make_model, save_layout
+from paligemma.checkpoint import DTYPES, INDEX_FILE, SINGLE_FILE, CheckpointError, find, hub, load_model, memory
+from paligemma.checkpoint.hub import redact_tokens
+from paligemma.webapp import api, cli, logs, messages
+from paligemma.webapp.served_models import ServedModel
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,11 +48,11 @@ def sharded(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundled() -> ModelHost:
-    host = app._bundled_host(app.build_parser().parse_args([]))
-    host.start()
-    assert host._finished.wait(60) and host.model
-    return host
+def bundled() -> ServedModel:
+    served_model = cli._build_bundled_model(cli.build_parser().parse_args([]))
+    served_model.start()
+    assert served_model._finished.wait(60) and served_model.model
+    return served_model
 
 
 @dataclass
@@ -139,7 +138,7 @@ def truncate(name: str) -> Callable[[World], None]:
 
 
 def have_memory(total: int, available: int) -> Callable[[World], None]:
-    return lambda world: world.set(memory, "of_device", lambda device: memory.Memory(total, available))
+    return lambda world: world.set(memory, "available_memory", lambda device: memory.Memory(total, available))
 
 
 OTHER, REVISION, HALF = ["--model", "owner/other"], ["--revision", "v9"], ["--dtype", "float16"]
@@ -148,9 +147,9 @@ CASES: dict[str, tuple[Callable[[World], object], list[str], str]] = {
     "gated, no token": (
         be_gated_for(None),
         [],
-        r"is gated and no valid token .* accept its licence at https.*HF_TOKEN",
+        r"is gated and no valid token .* accept its license at https.*HF_TOKEN",
     ),
-    "gated, no licence": (be_gated_for(UNLICENSED), [], r"gated and this token has no access.* fine-grained"),
+    "gated, no license": (be_gated_for(UNLICENSED), [], r"gated and this token has no access.* fine-grained"),
     "wrong token": (lambda world: world.log_in(WRONG), [], r"refuses the token for owner/model.*settings/tokens"),
     "no such repository": (lambda world: None, OTHER, r"no folder owner/other here, and on the hub no such model"),
     "no such repository for a token": (lambda world: world.log_in(LICENSED), OTHER, r"check the spelling"),
@@ -217,12 +216,12 @@ CASES: dict[str, tuple[Callable[[World], object], list[str], str]] = {
     "bitsandbytes": (
         lambda world: world.edit_config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
         [],
-        r"quantised \(bitsandbytes\); take the model that they were made from",
+        r"quantized \(bitsandbytes\); take the model that they were made from",
     ),
     "GPTQ": (
         lambda world: world.edit_config(quantization_config={"quant_method": "gptq", "bits": 4}),
         [],
-        r"quantised \(gptq\)",
+        r"quantized \(gptq\)",
     ),
     "absurd sizes": (
         lambda world: world.edit_config(text_config={"hidden_size": 10**6, "intermediate_size": 10**6}),
@@ -267,21 +266,25 @@ def test_a_failure_is_one_line_of_the_terminal(world, case, picture_file, capsys
 def test_a_failure_is_on_the_badge(world, case, bundled, caplog):
     prepare, flags, message = CASES[case]
     prepare(world)
-    arguments = app.build_parser().parse_args(
+    arguments = cli.build_parser().parse_args(
         ["--model", "owner/model", "--dtype", "float32", "--device", "cpu", *flags]
     )
-    world.set(app, "_bundled_host", lambda arguments, **_: bundled)
-    (host,) = app.make_hosts(arguments)
+    world.set(cli, "_build_bundled_model", lambda arguments, **_: bundled)
+    (served_model,) = cli.build_served_models(arguments)
     with caplog.at_level(logging.INFO, "paligemma"):
-        host.start()
-        assert host._finished.wait(60)
-    said = words.spoken(host.notice)
-    assert host.notice["kind"] == "error" and said.endswith(f" · {app.BUNDLED_NAME} answers instead")
+        served_model.start()
+        assert served_model._finished.wait(60)
+    said = messages.format_message(served_model.status)
+    assert served_model.status["kind"] == "error" and said.endswith(f" · {cli.BUNDLED_NAME} answers instead")
     assert_is_the_one_line(said, message)
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert record.exc_info is None
     assert_is_the_one_line(record.getMessage(), message)
-    assert (host.model, host.facts()["name"], host.state) == (bundled.model, app.BUNDLED_NAME, "ready")
+    assert (served_model.model, served_model.metadata()["name"], served_model.state) == (
+        bundled.model,
+        cli.BUNDLED_NAME,
+        "ready",
+    )
 
 
 def assert_is_the_one_line(said: str, message: str) -> None:
@@ -292,16 +295,16 @@ def assert_is_the_one_line(said: str, message: str) -> None:
 
 def test_the_bundled_model_really_answers_instead(world, bundled, picture_file):
     world.hub.gated = True
-    world.set(app, "_bundled_host", lambda arguments, **_: bundled)
-    (host,) = app.make_hosts(app.build_parser().parse_args(["--model", "owner/model"]))
-    host.start()
+    world.set(cli, "_build_bundled_model", lambda arguments, **_: bundled)
+    (served_model,) = cli.build_served_models(cli.build_parser().parse_args(["--model", "owner/model"]))
+    served_model.start()
     upload = {"path": str(picture_file), "meta": {"_type": "gradio.FileData"}}
-    events = list(app.answer_over_api((host,), upload, "caption en", 4, 0, 0, 1))
+    events = list(api.answer_over_api((served_model,), upload, "caption en", 4, 0, 0, 1))
     assert events[-1]["finish_reason"] and events[-1]["text"]
-    described = host.describe()
+    described = served_model.describe()
     assert (described["name"], described["answered_by"], described["state"]) == (
         "owner/model",
-        app.BUNDLED_NAME,
+        cli.BUNDLED_NAME,
         "ready",
     )
     assert "gated" in described["message"]
@@ -313,7 +316,7 @@ def test_the_command_line_asks_the_hub_of_the_environment(world, picture_file, t
     environment = {**os.environ, "HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path), "HF_TOKEN": UNLICENSED}
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1
-    assert "this token has no access to it; accept the licence" in ended.stderr and UNLICENSED not in ended.stderr
+    assert "this token has no access to it; accept the license" in ended.stderr and UNLICENSED not in ended.stderr
 
 
 # Downloading ------------------------------------------------------------------------------------------------------
@@ -375,22 +378,22 @@ def test_a_licensed_token_is_let_in(world):
 
 
 def test_the_bytes_of_a_download_are_counted_and_shown_on_the_badge(world):
-    seen: list[tuple[str, int, int]] = []
-    shown: list[str] = []
-    host = ModelHost("owner/model", None)
+    model_input: list[tuple[str, int, int]] = []
+    preview: list[str] = []
+    served_model = ServedModel("owner/model", None)
 
     def follow(*report) -> None:
-        seen.append(report)
-        host._show_progress(*report)
-        shown.append(words.spoken(host.notice))
+        model_input.append(report)
+        served_model._show_progress(*report)
+        preview.append(messages.format_message(served_model.status))
 
     paligemma.load("owner/model", dtype="float32", device="cpu", progress=follow)
-    assert sorted({stage for stage, *_ in seen}) == ["downloading", "loading"]
-    downloads = [(done, total) for stage, done, total in seen if stage == "downloading"]
+    assert sorted({stage for stage, *_ in model_input}) == ["downloading", "loading"]
+    downloads = [(done, total) for stage, done, total in model_input if stage == "downloading"]
     # The configuration is there before the rest is counted.
     total = sum(map(len, world.hub.main.values())) - len(world.hub.main["config.json"])
     assert downloads == sorted(downloads) and downloads[0] == (0, total) and downloads[-1] == (total, total)
-    assert shown[0].startswith("Downloading owner/model: 0% of 0.0") and shown[-1] == "Loading owner/model: 100%"
+    assert preview[0].startswith("Downloading owner/model: 0% of 0.0") and preview[-1] == "Loading owner/model: 100%"
 
 
 # What is half there -----------------------------------------------------------------------------------------------
@@ -476,7 +479,7 @@ def test_a_token_of_any_form_is_kept_out_of_messages(world, token):
 
 
 def test_words_that_begin_like_a_token_stay():
-    assert redacted("hf_hub_download of hf_xet") == "hf_hub_download of hf_xet"
+    assert redact_tokens("hf_hub_download of hf_xet") == "hf_hub_download of hf_xet"
 
 
 def test_the_server_s_log_has_no_token_and_no_traceback_of_a_model_that_does_not_load(bundled):
@@ -486,9 +489,9 @@ def test_the_server_s_log_has_no_token_and_no_traceback_of_a_model_that_does_not
     log = logging.getLogger("paligemma.app")
     log.addHandler(handler)
     try:
-        host = ModelHost("broken", lambda progress: fail(RuntimeError(f"no {LICENSED}"))(), fallback=bundled)
-        host.start()
-        assert host._finished.wait(10)
+        served_model = ServedModel("broken", lambda progress: fail(RuntimeError(f"no {LICENSED}"))(), fallback=bundled)
+        served_model.start()
+        assert served_model._finished.wait(10)
         assert "broken could not be loaded: RuntimeError: no [token]" in "".join(written)
         assert "Traceback" not in "".join(written)
         try:

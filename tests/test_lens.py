@@ -10,10 +10,10 @@ from PIL import Image
 from reference_models import FAST_CASES, config_of, new_model, our_model, reference_model
 
 from paligemma import lens
+from paligemma.benchmarks.tiny_tokenizer import build_tiny_tokenizer
 from paligemma.generation import GenerationResult, NonFiniteLogitsError
 from paligemma.pipeline import PaliGemma
 from paligemma.processing import PaliGemmaProcessor
-from paligemma.scripts.tiny_tokenizer import build_tiny_tokenizer
 
 PICTURE = Image.merge("RGB", [Image.linear_gradient("L"), Image.radial_gradient("L"), Image.linear_gradient("L")])
 PROMPT = "answer en the blue cat"  # longer than the window of the case "sliding"
@@ -78,7 +78,7 @@ def test_an_inspection_holds_the_picture_s_part_of_it(case, index):
     patches = config.vision_config.num_image_tokens
     expected = reference_attention(case, list(answer.token_ids[:index]))[..., :patches]
     torch.testing.assert_close(found.attention, expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(found.picture_share, expected.sum(dim=-1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.image_share, expected.sum(dim=-1), atol=1e-5, rtol=0)
     assert found.grid[0] * found.grid[1] == patches
     assert (found.index, found.token_id, found.piece) == (
         index,
@@ -111,12 +111,12 @@ def test_what_follows_the_token_makes_no_difference():
 def test_one_pass_gives_the_picture_s_part_for_every_token(case):
     vlm = vlm_of(case)
     token_ids = sampled(vlm).token_ids
-    shares = lens.picture_shares(vlm, PICTURE, PROMPT, token_ids)
-    each = [lens.inspect(vlm, PICTURE, PROMPT, token_ids, index).picture_share for index in range(LENGTH)]
+    shares = lens.image_shares(vlm, PICTURE, PROMPT, token_ids)
+    each = [lens.inspect(vlm, PICTURE, PROMPT, token_ids, index).image_share for index in range(LENGTH)]
     torch.testing.assert_close(shares, torch.stack(each), atol=1e-5, rtol=0)
-    assert torch.equal(lens.picture_shares(vlm, PICTURE, PROMPT, token_ids[:1])[0], each[0])
+    assert torch.equal(lens.image_shares(vlm, PICTURE, PROMPT, token_ids[:1])[0], each[0])
     with pytest.raises(ValueError, match="below 0"):
-        lens.picture_shares(vlm, PICTURE, PROMPT, ())
+        lens.image_shares(vlm, PICTURE, PROMPT, ())
 
 
 # Logit lens -----------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_the_last_row_equals_the_step(case, temperature):
 
 @pytest.mark.parametrize("case", FAST_CASES)
 def test_each_row_is_the_head_on_the_stream_of_that_depth(case):
-    """transformers' own hidden states, normalised and read by its head; the last of them it normalises itself."""
+    """transformers' own hidden states, normalized and read by its head; the last of them it normalizes itself."""
     vlm, reference = vlm_of(case), reference_model(case)
     inputs = vlm.processor([PICTURE], [PROMPT])
     with torch.inference_mode():
@@ -147,12 +147,12 @@ def test_each_row_is_the_head_on_the_stream_of_that_depth(case):
         streams = [states[:, -1:] for states in output.hidden_states[:-1]]
         logits = [reference.lm_head(reference.model.language_model.norm(stream))[0, 0] for stream in streams]
     cap = config_of(case).text_config.final_logit_softcapping
-    sampleable = vlm.processor.sampleable(config_of(case).text_config.vocab_size)
+    allowed_tokens = vlm.processor.allowed_tokens(config_of(case).text_config.vocab_size)
     token_ids = sampled(vlm).token_ids
     found = lens.inspect(vlm, PICTURE, PROMPT, token_ids, 0).lens
     for row, raw in zip(found, logits, strict=False):
         capped = raw if cap is None else cap * torch.tanh(raw / cap)
-        probs = capped.masked_fill(~sampleable, -torch.inf).softmax(dim=-1)
+        probs = capped.masked_fill(~allowed_tokens, -torch.inf).softmax(dim=-1)
         assert row.token_id == int(probs.argmax())
         assert row.prob == pytest.approx(float(probs.max()), abs=1e-5)
         assert row.entropy == pytest.approx(float(torch.special.entr(probs).sum()), abs=1e-4)
@@ -180,7 +180,7 @@ def test_bfloat16_differs_by_its_rounding_only(case, index):
     answer = sampled(vlm)
     found = lens.inspect(vlm, PICTURE, PROMPT, answer.token_ids, index)
     wide = lens.inspect(vlm_of(case), PICTURE, PROMPT, answer.token_ids, index)
-    assert found.attention.dtype == found.picture_share.dtype == torch.float32
+    assert found.attention.dtype == found.image_share.dtype == torch.float32
     assert float((found.attention - wide.attention).abs().mean()) < 0.02
     step, last = answer.steps[index], found.lens[-1]
     assert last.prob == pytest.approx(step.top[0].prob, rel=0.1)
@@ -221,9 +221,9 @@ def test_more_tokens_than_positions_are_refused():
 def test_a_batch_is_refused():
     vlm = vlm_of("paligemma1")
     inputs = vlm.processor([PICTURE, PICTURE], [PROMPT, PROMPT])
-    sampleable = vlm.processor.sampleable(vlm.config.text_config.vocab_size)
+    allowed_tokens = vlm.processor.allowed_tokens(vlm.config.text_config.vocab_size)
     with pytest.raises(ValueError, match="2 prompts"):
-        lens.inspect_step(vlm.model, vlm.processor, inputs, sampleable, [30], 0)
+        lens.inspect_step(vlm.model, vlm.processor, inputs, allowed_tokens, [30], 0)
 
 
 def test_overflow_is_said():

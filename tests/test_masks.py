@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from paligemma.masks import MaskDecoder, from_run_lengths, paste, to_run_lengths
+from paligemma.masks import MaskDecoder, decode_rle, encode_rle, paste_mask
 
 RESIDUAL_SHAPES = {0: (128, 128, 3, 3), 2: (128, 128, 3, 3), 4: (128, 128, 1, 1)}
 SHAPES = {"_vq_vae._embedding": (128, 512), "decoder.0.weight": (128, 512, 1, 1), "decoder.0.bias": (128,)}
@@ -173,50 +173,50 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 def test_paste_puts_the_mask_into_its_box() -> None:
     mask = np.zeros((64, 64), dtype=np.float32)
     mask[:, 32:] = 1
-    picture = paste(mask, (10, 4, 30, 10), width=50, height=20)
-    assert picture.shape == (20, 50) and picture.dtype == bool
+    image = paste_mask(mask, (10, 4, 30, 10), width=50, height=20)
+    assert image.shape == (20, 50) and image.dtype == bool
     expected = np.zeros((20, 50), dtype=bool)
     expected[4:10, 20:30] = True
-    np.testing.assert_array_equal(picture, expected)
+    np.testing.assert_array_equal(image, expected)
 
 
 def test_paste_threshold_moves_the_outline() -> None:
     mask = np.tile(np.linspace(0, 1, 64, dtype=np.float32), (64, 1))
-    areas = [paste(mask, (0, 0, 64, 64), 64, 64, threshold).sum() for threshold in (0.25, 0.5, 0.75)]
+    areas = [paste_mask(mask, (0, 0, 64, 64), 64, 64, threshold).sum() for threshold in (0.25, 0.5, 0.75)]
     assert areas == [48 * 64, 32 * 64, 16 * 64]
 
 
 @pytest.mark.parametrize("box", [(5, 5, 5, 9), (5, 5, 9, 5), (5.1, 2, 5.4, 9), (9, 2, 5, 9)])
 def test_a_box_without_area_has_no_mask(box: tuple) -> None:
-    assert paste(np.ones((64, 64)), box, 20, 20) is None
+    assert paste_mask(np.ones((64, 64)), box, 20, 20) is None
 
 
 @pytest.mark.parametrize("box", [(-1, 0, 5, 5), (0, 0, 21, 5), (0, -1, 5, 5), (0, 0, 5, 11)])
 def test_a_box_outside_the_picture_is_refused(box: tuple) -> None:
     with pytest.raises(ValueError, match="leaves a picture"):
-        paste(np.ones((64, 64)), box, 20, 10)
+        paste_mask(np.ones((64, 64)), box, 20, 10)
 
 
 def test_run_lengths_go_down_the_columns_and_begin_with_false() -> None:
     mask = np.array([[0, 1, 1], [0, 0, 1]], dtype=bool)
-    assert to_run_lengths(mask) == {"size": [2, 3], "counts": [2, 1, 1, 2]}
-    assert to_run_lengths(~mask) == {"size": [2, 3], "counts": [0, 2, 1, 1, 2]}
+    assert encode_rle(mask) == {"size": [2, 3], "counts": [2, 1, 1, 2]}
+    assert encode_rle(~mask) == {"size": [2, 3], "counts": [0, 2, 1, 1, 2]}
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (40, 1), (1, 40), (0, 4)])
 @pytest.mark.parametrize("share", [0, 0.1, 0.5, 1])
 def test_run_lengths_come_back(shape: tuple[int, int], share: float) -> None:
     mask = np.random.default_rng(0).random(shape) < share
-    np.testing.assert_array_equal(from_run_lengths(to_run_lengths(mask)), mask)
+    np.testing.assert_array_equal(decode_rle(encode_rle(mask)), mask)
 
 
 def test_wrong_run_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="allowed is 6"):
-        from_run_lengths({"size": [2, 3], "counts": [2, 1]})
+        decode_rle({"size": [2, 3], "counts": [2, 1]})
     with pytest.raises(ValueError, match="allowed is 6"):
-        from_run_lengths({"size": [2, 3], "counts": [8, -2]})
+        decode_rle({"size": [2, 3], "counts": [8, -2]})
     with pytest.raises(ValueError, match="bool"):
-        to_run_lengths(np.zeros((2, 3)))
+        encode_rle(np.zeros((2, 3)))
 
 
 def test_the_bundled_decoder_loads_and_is_small() -> None:

@@ -17,10 +17,10 @@ from reference_models import (
 )
 from torch import Tensor
 
+from paligemma.benchmarks.random_checkpoints import CASES, GEMMA2, Case
 from paligemma.config import PaliGemmaConfig, SiglipVisionConfig
 from paligemma.kv_cache import KVCache
 from paligemma.modeling import PaliGemmaForConditionalGeneration, prefix_lm_visible
-from paligemma.scripts.random_checkpoints import CASES, GEMMA2, Case
 
 LIMIT = 1e-4
 

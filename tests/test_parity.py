@@ -6,10 +6,10 @@ import pytest
 import torch
 from reference_models import our_model, reference_model
 
+from paligemma.benchmarks import full_size, parity
+from paligemma.benchmarks.random_checkpoints import GEMMA1, LAYOUTS, VISION, Case, make_model, save_layout
+from paligemma.benchmarks.reference import Sample, agreement, mean_relative_error
 from paligemma.checkpoint import load_model
-from paligemma.scripts import full_size, parity
-from paligemma.scripts.compare import Sample, agreement, mean_relative_error
-from paligemma.scripts.random_checkpoints import GEMMA1, LAYOUTS, VISION, Case, make_model, save_layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 

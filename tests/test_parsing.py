@@ -108,7 +108,7 @@ def test_a_box_without_area_is_a_detection() -> None:
     assert found.box[0] == found.box[2]
 
 
-def test_a_problem_does_not_hide_its_neighbours() -> None:
+def test_a_problem_does_not_hide_its_neighbors() -> None:
     parsed = parse(f"{BOX} cat ; <loc0001> dog ; {BOX} cow", 10, 10)
     assert [one.label for one in parsed.detections] == ["cat", "cow"]
     assert [one.text for one in parsed.problems] == ["<loc0001> dog"]

@@ -16,7 +16,7 @@ from PIL import Image
 import paligemma
 from paligemma import __main__ as command_line
 from paligemma import checkpoint
-from paligemma.scripts.random_checkpoints import make_model, save_layout
+from paligemma.benchmarks.random_checkpoints import make_model, save_layout
 
 PICTURE = Image.merge("RGB", [Image.linear_gradient("L"), Image.radial_gradient("L"), Image.linear_gradient("L")])
 STEP_FIELDS = (
@@ -193,12 +193,12 @@ def test_bad_usage_ends_with_2_before_anything_is_loaded(picture_file, capsys, f
 def test_failures_are_one_line_and_end_with_1(folder, picture_file, tmp_path, capsys):
     no_picture = tmp_path / "words.png"
     no_picture.write_text("words")
-    for picture, model, said in (
+    for image, model, said in (
         (tmp_path / "absent.png", folder, "there is no file"),
         (no_picture, folder, "is no picture"),
         (picture_file, tmp_path / "absent", "is neither a folder"),
     ):
-        assert command_line.main([str(picture), "caption en", "--model", str(model)]) == 1
+        assert command_line.main([str(image), "caption en", "--model", str(model)]) == 1
         captured = capsys.readouterr()
         assert captured.err.startswith("paligemma: ") and said in captured.err
         assert captured.err.count("\n") == 1

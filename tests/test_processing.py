@@ -17,9 +17,9 @@ from transformers import PaliGemmaProcessor as ReferenceProcessor
 from transformers import PreTrainedTokenizerFast
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from paligemma.benchmarks.tiny_tokenizer import SPECIAL_TOKENS, build_tiny_tokenizer
 from paligemma.config import GemmaConfig, PaliGemmaConfig, SiglipVisionConfig
 from paligemma.processing import ImageSettings, PaliGemmaProcessor, image_to_pixels, load_tokenizer, to_rgb
-from paligemma.scripts.tiny_tokenizer import SPECIAL_TOKENS, build_tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -137,18 +137,18 @@ def test_mean_std_and_filter_are_honoured():
 
 
 def every_mode() -> dict[str, Image.Image]:
-    colour = noise(64, 64)
-    grey = colour.convert("L")
-    palette = colour.quantize(16)
+    color = noise(64, 64)
+    gray = color.convert("L")
+    palette = color.quantize(16)
     transparent_palette = palette.copy()
     transparent_palette.info["transparency"] = 3
     transparent_bytes = palette.copy()
     transparent_bytes.info["transparency"] = bytes(range(16))
     sixteen = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64) * 16
-    images = {mode: colour.convert(mode) for mode in ("1", "L", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")}
+    images = {mode: color.convert(mode) for mode in ("1", "L", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")}
     images |= {"LA": noise(64, 64, "LA"), "La": noise(64, 64, "LA").convert("La"), "RGBa": noise(64, 64, "RGBa")}
     images |= {"P": palette, "P+index": transparent_palette, "P+bytes": transparent_bytes, "PA": palette.convert("PA")}
-    images |= {"I": grey.convert("I"), "F": grey.convert("F")}
+    images |= {"I": gray.convert("I"), "F": gray.convert("F")}
     for mode, order in (("I;16", "<u2"), ("I;16L", "<u2"), ("I;16B", ">u2"), ("I;16N", "=u2")):
         images[mode] = Image.frombytes(mode, (64, 64), sixteen.astype(order).tobytes())
     return images
@@ -205,7 +205,7 @@ def test_full_transparency_is_white(processor, mode):
     assert torch.equal(processor.image_to_pixels(invisible), torch.ones(3, IMAGE_SIZE, IMAGE_SIZE))
 
 
-def test_a_transparent_colour_of_a_file_is_white():
+def test_a_transparent_color_of_a_file_is_white():
     palette = Image.new("P", (2, 1), 0)
     palette.putpalette([255, 0, 0, 0, 0, 255])
     palette.putpixel((1, 0), 1)
@@ -341,7 +341,7 @@ def test_real_special_tokens_in_a_prompt_have_no_power(real_processor):
 
 def test_locations_and_segments_are_single_tokens(processor):
     ids = processor.encode_text("<loc0000><loc1023><seg000><seg127>")
-    assert [processor.piece(number) for number in ids] == ["<loc0000>", "<loc1023>", "<seg000>", "<seg127>"]
+    assert [processor.token_str(number) for number in ids] == ["<loc0000>", "<loc1023>", "<seg000>", "<seg127>"]
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\ud83d\ud83d", "\0", "a\0b"])
@@ -481,7 +481,7 @@ def test_a_special_token_does_not_end_a_run_of_bytes(processor):
 
 def test_locations_are_shown_at_once(processor):
     ids = processor.encode_text("<loc0001><loc0500><seg003>" * 7)
-    assert stream(processor, ids) == [processor.piece(number) for number in ids] + [""]
+    assert stream(processor, ids) == [processor.token_str(number) for number in ids] + [""]
 
 
 def test_specials_are_never_shown_and_spaces_stay(processor):
@@ -501,31 +501,31 @@ def test_finish_leaves_nothing_behind(processor):
 
 def test_pieces_are_raw(processor):
     names = ["▁cat", "<0xE4>", "<loc0001>", "\n", "<bos>"]
-    assert [processor.piece(processor.tokenizer.token_to_id(name)) for name in names] == names
+    assert [processor.token_str(processor.tokenizer.token_to_id(name)) for name in names] == names
 
 
 @pytest.mark.parametrize("number", [1568, 257200, -1, 2**40])
 def test_an_id_without_a_piece_has_a_name(processor, number):
-    assert processor.piece(number) == f"<id {number}>"
-    assert not processor.has_piece(number)
+    assert processor.token_str(number) == f"<id {number}>"
+    assert not processor.has_token(number)
 
 
 def test_image_token_and_rows_without_a_piece_are_not_sampleable(processor):
-    allowed = processor.sampleable(1600)
+    allowed = processor.allowed_tokens(1600)
     assert allowed.dtype == torch.bool and allowed.shape == (1600,)
     assert allowed[:1567].all() and not allowed[1567:].any()
     assert processor.image_token_id == 1567
 
 
 def test_real_sampleable_rows(real_processor):
-    allowed = real_processor.sampleable(257216)
+    allowed = real_processor.allowed_tokens(257216)
     assert allowed[:257152].all() and not allowed[257152:].any()
-    assert real_processor.sampleable(257152).all()
+    assert real_processor.allowed_tokens(257152).all()
 
 
 def test_a_model_with_too_few_rows_is_refused(processor):
     with pytest.raises(ValueError, match="go up to 1566, the model has 1000 rows"):
-        processor.sampleable(1000)
+        processor.allowed_tokens(1000)
 
 
 # Files

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import app
 from paligemma.__main__ import build_parser
+from paligemma.webapp import cli, ui
+from paligemma.webapp.served_models import ServedModel
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,7 +22,7 @@ DISTRIBUTIONS = {
     "mcp": "gradio",
     "resvg_py": "resvg-py",
 }
-REQUIREMENT_FILES = ("requirements.txt", "paligemma/scripts/requirements.txt", "tests/requirements.txt")
+REQUIREMENT_FILES = ("requirements.txt", "paligemma/training/requirements.txt", "tests/requirements.txt")
 
 
 def tree_in_readme() -> set[str]:
@@ -56,7 +57,7 @@ def test_the_tree_names_every_file_and_no_other():
     assert {path for path in tree if not (ROOT / path).exists()} == set()
 
 
-@pytest.mark.parametrize("parser", [app.build_parser(), build_parser()], ids=["app.py", "python -m paligemma"])
+@pytest.mark.parametrize("parser", [cli.build_parser(), build_parser()], ids=["app.py", "python -m paligemma"])
 def test_every_flag_is_in_the_readme(parser):
     flags = {flag for action in parser._actions for flag in action.option_strings}
     assert {flag for flag in flags if f"`{flag}`" not in README} == set()
@@ -94,7 +95,7 @@ def test_every_row_of_what_happens_when_names_a_test_that_exists():
 
 
 def test_every_endpoint_is_in_the_readme():
-    blocks = app.build_app(app.ModelHost("none", None))
+    blocks = ui.build_app(ServedModel("none", None))
     endpoints = blocks.get_api_info()["named_endpoints"]
     assert all(f"`{name}`" in README for name in endpoints)
     for parameter in endpoints["/generate"]["parameters"]:
@@ -130,7 +131,7 @@ def test_what_is_imported_is_required():
     library = [path for path in ROOT.glob("paligemma/**/*.py") if "scripts" not in path.parts]
     for path in (ROOT / "app.py", *library):
         assert third_party_imports(path) <= needed, path.name
-    needed |= requirements("paligemma/scripts/requirements.txt").keys()
+    needed |= requirements("paligemma/training/requirements.txt").keys()
     for path in ROOT.glob("paligemma/scripts/*.py"):
         assert third_party_imports(path) <= needed, path.name
     needed |= requirements("tests/requirements.txt").keys()

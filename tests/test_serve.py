@@ -31,7 +31,6 @@ from PIL import Image
 from test_app import (
     DECODING,
     answer,
-    ask,
     decoded,
     event,
     make_visit,
@@ -39,17 +38,17 @@ from test_app import (
     run_api,
     run_page,
     shown_pieces,
+    submit_run,
     upload,
 )
 
-import app
 import paligemma
 from paligemma import lens
 from paligemma.generation import NonFiniteLogitsError
-from paligemma.view import runner, runs, serving, words
-from paligemma.view.models import ModelHost
-from paligemma.view.serving import Limits
-from paligemma.view.visit import Visit
+from paligemma.webapp import api, cli, execution, handlers, messages, runs, server, serving, ui, zerogpu
+from paligemma.webapp.served_models import ServedModel
+from paligemma.webapp.serving import Limits
+from paligemma.webapp.session import Session
 
 ROOT = Path(__file__).parents[1]
 REQUEST = {
@@ -68,13 +67,13 @@ FAULTS = (
 
 @pytest.fixture(autouse=True)
 def every_update(monkeypatch) -> None:
-    monkeypatch.setattr(runner, "UPDATE_INTERVAL_S", 0)
+    monkeypatch.setattr(execution, "UPDATE_INTERVAL_S", 0)
 
 
-def tiny_host(folder: Path, **settings) -> ModelHost:
-    host = ModelHost("tiny", lambda progress: paligemma.load(folder, device="cpu"), **settings)
-    host.load_now()
-    return host
+def tiny_host(folder: Path, **settings) -> ServedModel:
+    served_model = ServedModel("tiny", lambda progress: paligemma.load(folder, device="cpu"), **settings)
+    served_model.load_now()
+    return served_model
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -86,7 +85,7 @@ def until(holds: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen")
 
 
-def picture() -> Image.Image:
+def image() -> Image.Image:
     return Image.linear_gradient("L").resize((64, 48)).convert("RGB")
 
 
@@ -94,10 +93,12 @@ def picture() -> Image.Image:
 
 
 def test_answers_written_in_turns_are_what_each_is_alone(tiny_checkpoint):
-    host = tiny_host(tiny_checkpoint)
-    asked = [{**REQUEST, "prompt": prompt, "temperature": 1.0, "seed": seed} for prompt, seed in (("a", 1), ("b", 2))]
-    alone = [[step.token_id for step in host.stream(picture(), **request)] for request in asked]
-    streams = [host.stream(picture(), **request) for request in asked]
+    served_model = tiny_host(tiny_checkpoint)
+    submitted = [
+        {**REQUEST, "prompt": prompt, "temperature": 1.0, "seed": seed} for prompt, seed in (("a", 1), ("b", 2))
+    ]
+    alone = [[step.token_id for step in served_model.stream(image(), **request)] for request in submitted]
+    streams = [served_model.stream(image(), **request) for request in submitted]
     together: list[list[int]] = [[], []]
     while any(streams):
         for place, stream in enumerate(streams):
@@ -118,10 +119,10 @@ def test_one_pass_runs_at_a_time_and_nobody_waits_for_a_whole_answer():
             running.pop()
             return super()._step(*arguments)
 
-    host = ready_host(Watched(("▁a",) * 10))
+    served_model = ready_host(Watched(("▁a",) * 10))
 
     def follow(name: str) -> None:
-        for _ in host.stream(picture(), **REQUEST):
+        for _ in served_model.stream(image(), **REQUEST):
             order.append(name)
             time.sleep(0.005)  # the queue does as much between two steps
 
@@ -135,14 +136,17 @@ def test_one_pass_runs_at_a_time_and_nobody_waits_for_a_whole_answer():
 
 
 def test_a_visitor_finds_nothing_of_another(picture_file):
-    host = ready_host(FakeModel())
-    one, other = Visit((host,)), Visit((host,))
+    served_model = ready_host(FakeModel())
+    one, other = Session((served_model,)), Session((served_model,))
     run_page(one, picture_file, temperature=1.0, seed=5)
     run_page(other, picture_file, "detect dog", temperature=1.0, seed=6)
     assert [run.request["seed"] for run in one.history] == [5]
     assert [run.request["prompt"] for run in other.history] == ["detect dog"]
-    assert words.RUN_GONE in app.show_run(one, event(run=2)) and one.history.current.number == 1
-    assert app.ask_for_branch(Visit((host,)), event(run=1, index=0, token_id=1))["text"] == words.RUN_GONE
+    assert messages.RUN_EXPIRED in handlers.show_run(one, event(run=2)) and one.history.current.number == 1
+    assert (
+        handlers.submit_branch(Session((served_model,)), event(run=1, index=0, token_id=1))["text"]
+        == messages.RUN_EXPIRED
+    )
 
 
 # Limits
@@ -150,16 +154,16 @@ def test_a_visitor_finds_nothing_of_another(picture_file):
 
 def test_a_request_gets_no_more_than_the_server_allows(picture_file):
     model = FakeModel()
-    host = ModelHost("scripted", lambda progress: model, limits=Limits(max_new_tokens=20, seconds=30))
-    host.load_now()
+    served_model = ServedModel("scripted", lambda progress: model, limits=Limits(max_new_tokens=20, seconds=30))
+    served_model.load_now()
     with pytest.raises(gr.Error, match="max_new_tokens is 21; this server allows at most 20"):
-        run_api(host, picture_file, max_new_tokens=21)
-    last = run_page(Visit((host,)), picture_file, max_new_tokens=21)[-1]
-    assert last.notice["kind"] == "error" and last.strip == gr.skip()
-    for asked, given in ((None, 30), (5, 5), (10**9, 30)):
-        run_api(host, picture_file, time_limit=asked)
+        run_api(served_model, picture_file, max_new_tokens=21)
+    last = run_page(Session((served_model,)), picture_file, max_new_tokens=21)[-1]
+    assert last.status["kind"] == "error" and last.token_strip == gr.skip()
+    for submitted, given in ((None, 30), (5, 5), (10**9, 30)):
+        run_api(served_model, picture_file, time_limit=submitted)
         assert model.requests[-1]["time_limit"] == given
-    sliders = [block for block in app.build_app(host).blocks.values() if isinstance(block, gr.Slider)]
+    sliders = [block for block in ui.build_app(served_model).blocks.values() if isinstance(block, gr.Slider)]
     assert sliders[0].maximum == 20 and sliders[0].value <= 20
 
 
@@ -170,20 +174,20 @@ def test_limits_and_the_sign_in_come_from_the_environment():
     for value in ("0", "-1", "many", "1.5"):
         with pytest.raises(ValueError, match=f"MAX_SECONDS is '{value}'; allowed is a whole number of at least 1"):
             Limits.from_environment({"MAX_SECONDS": value})
-    assert app.read_sign_in({}) is None
-    assert app.read_sign_in({"SIGN_IN": "ann:one:two bob:x"}) == [("ann", "one:two"), ("bob", "x")]
+    assert cli.read_sign_in({}) is None
+    assert cli.read_sign_in({"SIGN_IN": "ann:one:two bob:x"}) == [("ann", "one:two"), ("bob", "x")]
     for value in ("secret", ":secret", "ann:", "ann:x secret"):
         with pytest.raises(ValueError, match="NAME:PASSWORD") as error:
-            app.read_sign_in({"SIGN_IN": value})
+            cli.read_sign_in({"SIGN_IN": value})
         assert "secret" not in str(error.value)
 
 
 def test_what_a_visitor_makes_the_server_keep_is_bounded(picture_file, monkeypatch):
     monkeypatch.setattr(runs, "MAX_CANDIDATES", 30)  # a run has nine
-    visit = make_visit()
+    session = make_visit()
     for _ in range(6):
-        run_page(visit, picture_file)
-    assert [run.number for run in visit.history] == [3, 4, 5, 6]
+        run_page(session, picture_file)
+    assert [run.number for run in session.history] == [3, 4, 5, 6]
 
 
 # Faults
@@ -199,33 +203,33 @@ def test_after_a_fault_the_text_stays_and_the_next_request_works(fault, words_of
             yield next(stream)
             raise fault
 
-    visit = make_visit(model)
+    session = make_visit(model)
     monkeypatch.setattr(model, "stream", break_off)
-    updates = run_page(visit, picture_file)
-    assert updates[-1].notice["kind"] == "error" and words_of_it in updates[-1].notice["text"]
-    assert "secret" not in updates[-1].notice["text"]
-    assert shown_pieces(updates) == ["␣a"] and visit.history.current.text == " a"
+    updates = run_page(session, picture_file)
+    assert updates[-1].status["kind"] == "error" and words_of_it in updates[-1].status["text"]
+    assert "secret" not in updates[-1].status["text"]
+    assert shown_pieces(updates) == ["␣a"] and session.history.current.text == " a"
     with pytest.raises(gr.Error, match=words_of_it):
-        run_api(visit.host, picture_file)
+        run_api(session.served_model, picture_file)
     monkeypatch.setattr(model, "stream", whole)
-    assert shown_pieces(run_page(visit, picture_file)) == ["␣a", "␣cat", "<eos>"]
+    assert shown_pieces(run_page(session, picture_file)) == ["␣a", "␣cat", "<eos>"]
 
 
 def test_the_log_has_a_line_a_request_and_nothing_that_a_visitor_sent(picture_file, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     model = FakeModel(("▁private", "▁answer"))
-    host = ready_host(model, "scripted")
+    served_model = ready_host(model, "scripted")
     prompt = "detect secret\n2026 ERROR \x1b[31m hf_aaaaaaaaaaaaaaaaaaaa"
-    run_page(Visit((host,)), picture_file, prompt)
+    run_page(Session((served_model,)), picture_file, prompt)
     with pytest.raises(gr.Error):
-        run_api(host, picture_file, prompt, temperature="secret")
+        run_api(served_model, picture_file, prompt, temperature="secret")
 
     def break_off(*_, **__):
         raise KeyError(prompt)
         yield
 
     monkeypatch.setattr(model, "stream", break_off)
-    run_page(Visit((host,)), picture_file, prompt)
+    run_page(Session((served_model,)), picture_file, prompt)
     lines = [record.getMessage() for record in caplog.records if record.name == "paligemma.app"]
     assert re.fullmatch(r"request: model=scripted tokens=3 first=0.01 total=\d\.\d\d outcome=eos", lines[0])
     assert lines[1] == "request refused: ValueError"
@@ -240,22 +244,24 @@ def test_the_log_has_a_line_a_request_and_nothing_that_a_visitor_sent(picture_fi
 
 
 @pytest.fixture
-def lent(monkeypatch, tiny_checkpoint) -> ModelHost:
+def lent(monkeypatch, tiny_checkpoint) -> ServedModel:
     if sys.platform == "win32":
         pytest.skip("processes are not forked on Windows")
-    monkeypatch.setattr(app, "spaces", fake_spaces)
+    monkeypatch.setattr(zerogpu, "spaces", fake_spaces)
     monkeypatch.setattr(fake_spaces, "loans", [])
     monkeypatch.setenv("SPACES_ZERO_GPU", "true")
-    arguments = app.build_parser().parse_args(["--model", str(tiny_checkpoint), "--device", "cpu"])
-    hosts = app.make_hosts(arguments)
-    app.start_hosts(hosts)
-    assert hosts[0].state == "ready"  # before the page is there: a model that is loaded later sees no GPU
-    return hosts[0]
+    arguments = cli.build_parser().parse_args(["--model", str(tiny_checkpoint), "--device", "cpu"])
+    served_models = cli.build_served_models(arguments)
+    cli.start_loading(served_models)
+    assert served_models[0].state == "ready"  # before the page is there: a model that is loaded later sees no GPU
+    return served_models[0]
 
 
 def test_a_lent_gpu_gives_the_same_answer(lent, picture_file, tiny_checkpoint):
-    asked = {"temperature": 1.0, "seed": 3, "max_new_tokens": 12, "top_n": 50}
-    own, borrowed = (run_api(host, picture_file, **asked) for host in (tiny_host(tiny_checkpoint), lent))
+    submitted = {"temperature": 1.0, "seed": 3, "max_new_tokens": 12, "top_n": 50}
+    own, borrowed = (
+        run_api(served_model, picture_file, **submitted) for served_model in (tiny_host(tiny_checkpoint), lent)
+    )
     assert [entry["text"] for entry in borrowed] == [entry["text"] for entry in own]
     assert [entry["step"] and entry["step"]["top"] for entry in borrowed] == [
         entry["step"] and entry["step"]["top"] for entry in own
@@ -270,12 +276,12 @@ def test_a_gpu_is_lent_for_as_long_as_the_request_needs(lent, picture_file):
         run_api(lent, picture_file, max_new_tokens=count)
     short, long = fake_spaces.loans
     assert 20 < short.seconds < long.seconds <= 60
-    request = serving.within_loan({"max_new_tokens": 200, "time_limit": 600})
+    request = serving.within_lease({"max_new_tokens": 200, "time_limit": 600})
     assert request["time_limit"] < long.seconds - 10  # it ends, with what it has, before the GPU is taken away
 
 
 def test_leaving_gives_a_lent_gpu_back(lent, picture_file):
-    stream = app.answer_over_api((lent,), upload(picture_file), "caption en", **{**DECODING, "max_new_tokens": 60})
+    stream = api.answer_over_api((lent,), upload(picture_file), "caption en", **{**DECODING, "max_new_tokens": 60})
     while next(stream)["step"] is None:
         pass
     stream.close()
@@ -288,8 +294,8 @@ def test_errors_keep_their_words_over_a_lent_gpu(lent, picture_file):
         run_api(lent, picture_file, top_n=51)
     assert not fake_spaces.loans  # refused before a GPU was asked for
     with pytest.raises(ValueError, match="index is 9; allowed is"):
-        lent.look(lens.inspect, picture(), "a", (1,), 9)
-    assert lent.look(fake_inspection, picture(), "a", (1, 2), 1).grid == (4, 4)
+        lent.inspect(lens.inspect, image(), "a", (1,), 9)
+    assert lent.inspect(fake_inspection, image(), "a", (1, 2), 1).grid == (4, 4)
 
 
 def test_what_zero_gpu_says_of_a_quota_reaches_the_visitor(picture_file, monkeypatch):
@@ -298,15 +304,15 @@ def test_what_zero_gpu_says_of_a_quota_reaches_the_visitor(picture_file, monkeyp
 
     model = FakeModel()
     monkeypatch.setattr(model, "stream", refuse)
-    said = run_page(make_visit(model), picture_file)[-1].notice["text"]
+    said = run_page(make_visit(model), picture_file)[-1].status["text"]
     assert said == "You have exceeded your GPU quota (60s requested vs. 10s left). Sign in"
 
 
 def test_everything_that_may_cross_to_a_lent_gpu_can_be_pickled(picture_file):
-    result = next(iter(ready_host(FakeModel()).stream(picture(), **REQUEST)))
-    for value in (result, REQUEST, picture(), NonFiniteLogitsError("x"), MemoryError()):
+    result = next(iter(ready_host(FakeModel()).stream(image(), **REQUEST)))
+    for value in (result, REQUEST, image(), NonFiniteLogitsError("x"), MemoryError()):
         assert len(pickle.dumps(value)) < 64_000
-    assert app.lend_gpu is not None and not app.is_on_zero_gpu()
+    assert zerogpu.with_gpu_lease is not None and not zerogpu.is_zerogpu()
 
 
 # Served
@@ -327,9 +333,11 @@ class GatedModel(FakeModel):
 
 
 @contextmanager
-def served(*hosts: ModelHost, **settings) -> Iterator[gr.Blocks]:
-    blocks = app.build_app(*hosts)
-    app.launch(blocks, prevent_thread_lock=True, quiet=True, app_kwargs=app.server_settings(hosts), **settings)
+def served(*served_models: ServedModel, **settings) -> Iterator[gr.Blocks]:
+    blocks = ui.build_app(*served_models)
+    server.launch(
+        blocks, prevent_thread_lock=True, quiet=True, app_kwargs=server.server_settings(served_models), **settings
+    )
     try:
         yield blocks
     finally:
@@ -341,8 +349,8 @@ def client_of(blocks: gr.Blocks, **settings) -> Client:
     return Client(blocks.local_url, verbose=False, **settings)
 
 
-def submit(client: Client, picture: Path, prompt: str = "caption en", **options):
-    return client.submit(image=handle_file(picture), prompt=prompt, api_name="/generate", **options)
+def submit(client: Client, image: Path, prompt: str = "caption en", **options):
+    return client.submit(image=handle_file(image), prompt=prompt, api_name="/generate", **options)
 
 
 def texts(job) -> list[str]:
@@ -350,13 +358,13 @@ def texts(job) -> list[str]:
 
 
 def test_eight_clients_at_once_each_get_what_they_get_alone(tiny_checkpoint, picture_file):
-    asked = [{"prompt": f"detect {name}", "temperature": 1.0, "seed": seed} for seed, name in enumerate("abcdefgh")]
+    submitted = [{"prompt": f"detect {name}", "temperature": 1.0, "seed": seed} for seed, name in enumerate("abcdefgh")]
     with served(tiny_host(tiny_checkpoint)) as blocks:
-        clients = [client_of(blocks) for _ in asked]
-        alone = [texts(submit(clients[0], picture_file, max_new_tokens=8, **request)) for request in asked]
+        clients = [client_of(blocks) for _ in submitted]
+        alone = [texts(submit(clients[0], picture_file, max_new_tokens=8, **request)) for request in submitted]
         jobs = [
             submit(client, picture_file, max_new_tokens=8, **request)
-            for client, request in zip(clients, asked, strict=True)
+            for client, request in zip(clients, submitted, strict=True)
         ]
         assert [texts(job) for job in jobs] == alone
     assert len(set(map(tuple, alone))) > 1
@@ -364,9 +372,9 @@ def test_eight_clients_at_once_each_get_what_they_get_alone(tiny_checkpoint, pic
 
 def test_with_the_line_full_the_next_is_refused_in_words_and_nobody_else_suffers(picture_file):
     model = GatedModel()
-    host = ModelHost("gated", lambda progress: model, limits=Limits(waiting=2))
-    host.load_now()
-    with served(host) as blocks:
+    served_model = ServedModel("gated", lambda progress: model, limits=Limits(waiting=2))
+    served_model.load_now()
+    with served(served_model) as blocks:
         client = client_of(blocks)
         first = submit(client, picture_file)
         until(lambda: first.outputs() and first.outputs()[-1]["step"])
@@ -409,11 +417,11 @@ def test_a_client_that_vanishes_frees_the_model(picture_file):
         assert texts(submit(client, picture_file)) == [" b", " b"]
 
 
-def client_upload(blocks: gr.Blocks, picture: Path) -> str:
+def client_upload(blocks: gr.Blocks, image: Path) -> str:
     """Where the server stored the picture."""
     body = (
         b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.png"\r\n\r\n'
-        + picture.read_bytes()
+        + image.read_bytes()
         + b"\r\n--x--\r\n"
     )
     headers = {"Content-Type": "multipart/form-data; boundary=x"}
@@ -430,11 +438,11 @@ def test_a_visit_is_given_up_after_it_ended(picture_file):
         url = f"{blocks.local_url}gradio_api/run/predict"
         urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).close()
         session = blocks.state_holder.session_data["somebody"]
-        (visit,) = [value for value in session.state_data.values() if isinstance(value, Visit)]
-        assert not visit.control.finished and not visit.control.stop_asked
+        (session,) = [value for value in session.state_data.values() if isinstance(value, Session)]
+        assert not session.run_state.finished and not session.run_state.stop_requested
         session.is_closed, session.STATE_TTL_WHEN_CLOSED = True, 0  # as if an hour had passed since
         until(lambda: not session.state_data)
-        assert visit.control.stop_asked
+        assert session.run_state.stop_requested
 
 
 def read_health(blocks: gr.Blocks) -> tuple[int, dict]:
@@ -447,12 +455,12 @@ def read_health(blocks: gr.Blocks) -> tuple[int, dict]:
 
 def test_healthz_says_whether_the_model_is_ready_also_behind_a_sign_in(tiny_checkpoint):
     may_load = threading.Event()
-    host = ModelHost("tiny", lambda progress: may_load.wait(30) and FakeModel())
-    broken = ModelHost("broken", lambda progress: (_ for _ in ()).throw(OSError(f"no {tiny_checkpoint}")))
-    later = ModelHost("later", lambda progress: FakeModel())
+    served_model = ServedModel("tiny", lambda progress: may_load.wait(30) and FakeModel())
+    broken = ServedModel("broken", lambda progress: (_ for _ in ()).throw(OSError(f"no {tiny_checkpoint}")))
+    later = ServedModel("later", lambda progress: FakeModel())
     broken.load_now()
-    host.start()
-    with served(host, broken, later, auth=[("ann", "secret")]) as blocks:
+    served_model.start()
+    with served(served_model, broken, later, auth=[("ann", "secret")]) as blocks:
         states = [
             {"name": "tiny", "state": "loading", "answered_by": None},
             {"name": "broken", "state": "error", "answered_by": None},
@@ -460,7 +468,7 @@ def test_healthz_says_whether_the_model_is_ready_also_behind_a_sign_in(tiny_chec
         ]
         assert read_health(blocks) == (503, {"state": "loading", "models": states})
         may_load.set()
-        until(lambda: host.state == "ready")
+        until(lambda: served_model.state == "ready")
         status, said = read_health(blocks)
         assert (status, said["state"]) == (200, "ready") and "/" not in json.dumps(said)
 
@@ -491,27 +499,27 @@ def test_a_full_disk_is_said_and_the_next_upload_works(picture_file, monkeypatch
 
 @pytest.mark.browser
 def test_the_page_shows_the_place_in_line_and_says_when_it_is_full(browser, picture_file):
-    host = ModelHost("slow", lambda progress: FakeModel(("▁a",) * 25, 0.2), limits=Limits(waiting=1))
-    host.load_now()
-    with served(host) as blocks:
+    served_model = ServedModel("slow", lambda progress: FakeModel(("▁a",) * 25, 0.2), limits=Limits(waiting=1))
+    served_model.load_now()
+    with served(served_model) as blocks:
         pages = [browser.new_page(locale="en-US") for _ in range(3)]
         for page in pages:
             page.set_default_timeout(60_000)
             page.goto(blocks.local_url)
             page.wait_for_selector("#tasks .chip")
-            page.set_input_files("#picture input[type=file]", str(picture_file))
-            page.wait_for_selector("#scene .picture img")
+            page.set_input_files("#image input[type=file]", str(picture_file))
+            page.wait_for_selector("#image-view .picture img")
         running, waiting, refused = pages
         running.click("#run")
-        running.wait_for_selector("#strip .token")
+        running.wait_for_selector("#token-strip .token")
         waiting.click("#run")
-        waiting.wait_for_function("document.querySelector('#notice .words').textContent.includes('place 1 of 1')")
+        waiting.wait_for_function("document.querySelector('#status .words').textContent.includes('place 1 of 1')")
         refused.click("#run")
-        refused.wait_for_selector("#notice .notice.error")
-        assert refused.inner_text("#notice .words") == words.LINE_IS_FULL
+        refused.wait_for_selector("#status .status.error")
+        assert refused.inner_text("#status .words") == messages.QUEUE_FULL
         running.close()  # leaving frees the model for who waits
-        waiting.wait_for_selector("#strip .token")
-        assert "place" not in waiting.inner_text("#notice .words")
+        waiting.wait_for_selector("#token-strip .token")
+        assert "place" not in waiting.inner_text("#status .words")
         waiting.close()
         refused.close()
 
@@ -521,7 +529,7 @@ def test_the_page_shows_the_place_in_line_and_says_when_it_is_full(browser, pict
 
 def test_the_folder_for_uploads_is_private_and_goes(tmp_path, monkeypatch):
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
-    with app.private_folder() as folder:
+    with server.private_folder() as folder:
         assert os.environ["GRADIO_TEMP_DIR"] == str(folder) and folder.parent == tmp_path / "uploads"
         assert sys.platform == "win32" or stat.S_IMODE(folder.stat().st_mode) == 0o700
         (folder / "picture.png").write_bytes(b"x")
@@ -581,14 +589,14 @@ def test_a_port_in_use_is_said_in_one_sentence():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        blocks = app.build_app(ready_host(FakeModel()))
+        blocks = ui.build_app(ready_host(FakeModel()))
         with pytest.raises(ValueError, match=f"Port {port} cannot be had.*--port"):
-            app.launch(blocks, prevent_thread_lock=True, quiet=True, server_port=port)
+            server.launch(blocks, prevent_thread_lock=True, quiet=True, server_port=port)
 
 
 def test_a_port_that_is_none_is_said_in_one_sentence():
     with pytest.raises(ValueError, match=r"Port 99999 cannot be had.*65535.*--port"):
-        app.launch(app.build_app(ready_host(FakeModel())), prevent_thread_lock=True, quiet=True, server_port=99999)
+        server.launch(ui.build_app(ready_host(FakeModel())), prevent_thread_lock=True, quiet=True, server_port=99999)
 
 
 @pytest.mark.parametrize(("name", "value"), [("MAX_SECONDS", "soon"), ("SIGN_IN", "secret")])
@@ -597,20 +605,20 @@ def test_a_wrong_setting_ends_the_start_with_a_sentence(name, value, monkeypatch
     monkeypatch.setattr(sys, "argv", ["app.py"])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit):
-        app.main()
+        cli.main()
     said = capsys.readouterr().err.splitlines()[-1]
     assert f"error: {name} is" in said and "secret" not in said
 
 
 def test_answers_of_the_page_are_stopped_by_who_leaves(picture_file):
     model = FakeModel(("▁a",) * 50)
-    visit = make_visit(model)
-    ask(visit, picture_file)
-    updates = app.answer_on_page(visit)
+    session = make_visit(model)
+    submit_run(session, picture_file)
+    updates = handlers.run_pending(session)
     for _ in range(4):
         next(updates)
     updates.close()
-    assert model.closed_after is not None and visit.control.finished
-    assert visit.history.current.finish_reason == "stopped"
-    ask(visit, picture_file)
-    assert answer(visit)[-1].strip["done"] and decoded(app.send_all(visit)).strip["done"]
+    assert model.closed_after is not None and session.run_state.finished
+    assert session.history.current.finish_reason == "stopped"
+    submit_run(session, picture_file)
+    assert answer(session)[-1].token_strip["done"] and decoded(handlers.resend_page(session)).token_strip["done"]

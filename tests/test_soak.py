@@ -11,9 +11,9 @@ import pytest
 from fake_model import FakeModel
 from test_app import ready_host
 
-import app
-from paligemma.scripts import soak
-from paligemma.scripts.soak import Outcome, Plan, Server, main, slope
+from paligemma.benchmarks import soak
+from paligemma.benchmarks.soak import Outcome, Plan, Server, main, slope
+from paligemma.webapp import server, ui
 
 FEW = ["--cancels", "2", "--clients", "3", "--flood", "30", "--runs", "4", "--warm-up", "2", "--limit-kb", "1e6"]
 
@@ -57,8 +57,8 @@ def test_one_failure_is_the_exit_code(monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """An app whose scripted model takes a while, so that a line forms."""
-    blocks = app.build_app(ready_host(FakeModel(("▁a",) * 4, seconds_a_token=0.03)))
-    app.launch(blocks, prevent_thread_lock=True, quiet=True)
+    blocks = ui.build_app(ready_host(FakeModel(("▁a",) * 4, seconds_a_token=0.03)))
+    server.launch(blocks, prevent_thread_lock=True, quiet=True)
     yield blocks.local_url
     blocks.close()
 

@@ -90,7 +90,7 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module", params=["home", "space", "zero"])
-def visit(request, browser, tmp_path_factory) -> dict:
+def session(request, browser, tmp_path_factory) -> dict:
     """What came of a visit by a client and in the browser. Without a network where the machine allows that."""
     if not sys.platform.startswith("linux"):
         pytest.skip("Spaces run on Linux")
@@ -103,34 +103,36 @@ def visit(request, browser, tmp_path_factory) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.browser
-def test_a_space_answers_a_client_and_in_the_browser(visit):
-    assert visit["health"]["state"] == "ready"
-    assert visit["client"] and visit["client"].split()[0] in visit["page"]["text"]
-    address = "127.0.0.1" if visit["place"] == "home" else "0.0.0.0"
-    assert f"http://{address}:{visit['port']}" in visit["out"]
-    assert len(visit["loans"]) == (2 if visit["place"] == "zero" else 0)  # a GPU for each of the two answers
-    assert all(loan["seconds"] <= 60 and max(loan["sizes"]) < 64_000 for loan in visit["loans"])
+def test_a_space_answers_a_client_and_in_the_browser(session):
+    assert session["health"]["state"] == "ready"
+    assert session["client"] and session["client"].split()[0] in session["page"]["text"]
+    address = "127.0.0.1" if session["place"] == "home" else "0.0.0.0"
+    assert f"http://{address}:{session['port']}" in session["out"]
+    assert len(session["loans"]) == (2 if session["place"] == "zero" else 0)  # a GPU for each of the two answers
+    assert all(loan["seconds"] <= 60 and max(loan["sizes"]) < 64_000 for loan in session["loans"])
 
 
 @pytest.mark.slow
 @pytest.mark.browser
-def test_a_space_ends_cleanly_and_leaves_nothing(visit):
-    assert visit["returncode"] == 0 and visit["left"] == []
+def test_a_space_ends_cleanly_and_leaves_nothing(session):
+    assert session["returncode"] == 0 and session["left"] == []
     # Without the package `spaces`, Gradio's thread for changing a running Space's code ends so.
-    of_gradio = 0 if visit["place"] == "home" else 1
-    assert visit["errors"].count("Traceback") == visit["errors"].count("is required to run hot-reloading") <= of_gradio
+    of_gradio = 0 if session["place"] == "home" else 1
+    assert (
+        session["errors"].count("Traceback") == session["errors"].count("is required to run hot-reloading") <= of_gradio
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.browser
-def test_without_any_route_everything_works_and_nobody_is_called(visit):
+def test_without_any_route_everything_works_and_nobody_is_called(session):
     if not namespace():
         pytest.skip("this machine allows no network namespaces")
     own = re.compile(r"None|\(?'?(127\.0\.0\.1|localhost|0\.0\.0\.0|::1?)\b.*|/.*")
-    assert [address for address in visit["connections"] if not own.fullmatch(address)] == []
-    page, here = visit["page"], ("http://127.0.0.1:7860/", "data:", "blob:")
+    assert [address for address in session["connections"] if not own.fullmatch(address)] == []
+    page, here = session["page"], ("http://127.0.0.1:7860/", "data:", "blob:")
     elsewhere = [address for address in page["asked"] if not address.startswith(here)]
-    if visit["place"] == "home":
+    if session["place"] == "home":
         assert elsewhere == [] and page["failed"] == [] and set(page["fonts"]) <= {"loaded", "unloaded"}
     # On a Space, Gradio puts the hub's own bar over the page, and asks for its fonts and its owner's picture.
     assert all(address.startswith(("https://huggingface.co/", "https://fonts.g")) for address in elsewhere)

@@ -6,11 +6,11 @@ from functools import cache
 
 import torch
 
+from paligemma.benchmarks.random_checkpoints import random_weight
+from paligemma.benchmarks.tiny_tokenizer import build_tiny_tokenizer
 from paligemma.config import GemmaConfig, PaliGemmaConfig, SiglipVisionConfig
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 from paligemma.processing import PaliGemmaProcessor
-from paligemma.scripts.random_checkpoints import random_weight
-from paligemma.scripts.tiny_tokenizer import build_tiny_tokenizer
 
 FILLER_ROWS = 32
 WINDOW = 24  # the prefix of 16 image tokens and a short prompt fits in, a prefix and a long answer do not

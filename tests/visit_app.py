@@ -92,11 +92,11 @@ def ask_client(url: str) -> str:
 
 def ask_in_browser(url: str) -> dict:
     """The answer of the page, every address that it asked for, and what failed. Other machines are not let through."""
-    asked, failed = [], []
+    submitted, failed = [], []
 
     def note(route: Route) -> None:
         address = route.request.url
-        asked.append(address)
+        submitted.append(address)
         route.continue_() if address.startswith((url, "data:", "blob:")) else route.abort()
 
     with sync_playwright() as playwright:
@@ -109,18 +109,18 @@ def ask_in_browser(url: str) -> dict:
         page.on("response", lambda reply: failed.append(f"{reply.url} {reply.status}") if reply.status >= 400 else None)
         page.on("pageerror", lambda error: failed.append(str(error)))
         page.goto(url)
-        page.wait_for_selector("#badge .notice.done")
+        page.wait_for_selector("#badge .status.done")
         page.wait_for_selector("#tasks .chip")
-        page.set_input_files("#picture input[type=file]", str(PICTURE))
-        page.wait_for_selector("#scene .picture img")
+        page.set_input_files("#image input[type=file]", str(PICTURE))
+        page.wait_for_selector("#image-view .picture img")
         page.click("#run")
-        page.wait_for_selector("#notice .notice.done")
-        text = page.inner_text("#strip .text")
+        page.wait_for_selector("#status .status.done")
+        text = page.inner_text("#token-strip .text")
         fonts = page.evaluate("document.fonts.ready.then((fonts) => [...fonts].map((font) => font.status))")
         browser.close()
     # The page itself hangs up on streams that have ended.
     failed = [failure for failure in failed if "net::ERR_ABORTED" not in failure]
-    return {"text": text, "asked": asked, "failed": failed, "fonts": fonts}
+    return {"text": text, "asked": submitted, "failed": failed, "fonts": fonts}
 
 
 def main() -> None:
