@@ -33,6 +33,8 @@ from paligemma.webapp.handlers import (
     submit_run,
     submit_step,
 )
+from paligemma.webapp.render.attention import LENS_COLUMNS
+from paligemma.webapp.render.token_strip import CANDIDATE_COLUMNS
 from paligemma.webapp.requests import (
     MAX_PROMPT_CHARACTERS,
 )
@@ -98,11 +100,11 @@ class Parts(NamedTuple):
     tasks: gr.HTML
     status: gr.HTML
     examples: gr.HTML
-    image_view_state: gr.HTML
+    image_view: gr.HTML
     token_strip: gr.HTML
     candidates: gr.HTML
     objects: gr.HTML
-    inspect: gr.HTML
+    attention: gr.HTML
     shares: gr.HTML
     runs: gr.HTML
     export: gr.Button
@@ -205,22 +207,22 @@ def _answer_column() -> dict[str, Any]:
             with gr.Column(**found):
                 object_table = part("objects", elem_id="objects")
             with gr.Column(**inside):
-                inspect = part("attention", columns=LENS_COLUMNS, elem_id="attention")
+                attention_view = part("attention", columns=LENS_COLUMNS, elem_id="attention")
             with gr.Column(**history):
                 tree, export_button, imported = _runs_panel()
             # These draw nothing.
             shares, download, page_update = part("relay", topic="shares"), part("download"), part("page_update")
     return {
-        "strip": token_strip,
-        "inspector": candidates,
+        "token_strip": token_strip,
+        "candidates": candidates,
         "objects": object_table,
-        "look": inspect,
+        "attention": attention_view,
         "runs": tree,
         "export": export_button,
         "imported": imported,
         "shares": shares,
         "download": download,
-        "news": page_update,
+        "page_update": page_update,
     }
 
 
@@ -268,7 +270,7 @@ def _wire_runs(session: gr.State, form: Form, buttons: Buttons, parts: Parts) ->
         parts.examples.select(
             _renew(submit_example),
             [session, form.image, *form.decoding],
-            [session, parts.image_view_state, form.prompt, parts.status],
+            [session, parts.image_view, form.prompt, parts.status],
             **unopened,
         ),
     ]
@@ -295,11 +297,11 @@ def _wire_form(session: gr.State, form: Form, parts: Parts) -> None:
     form.image.change(
         show_image,
         [session, form.image],
-        [parts.status, parts.image_view_state],
+        [parts.status, parts.image_view],
         preprocess=False,
         **AT_ONCE,
     )
-    parts.image_view_state.clear(clear_image, session, form.image, **AT_ONCE)
+    parts.image_view.clear(clear_image, session, form.image, **AT_ONCE)
     parts.tasks.select(apply_task, [session, form.prompt], form.prompt, **AT_ONCE).then(
         None, js="() => document.querySelector('#prompt textarea').focus()", **PRIVATE
     )
@@ -309,7 +311,7 @@ def _wire_answer(session: gr.State, form: Form, parts: Parts) -> None:
     """What can be done with an answer. Tokens and candidates need no event: the strip has their numbers."""
     parts.page_update.resync(resend_page, session, parts.page_update, **AT_ONCE)
     parts.token_strip.shares(image_shares, session, [parts.status, parts.shares], **MODEL_QUEUE, **PRIVATE)
-    parts.inspect.inspect(inspect_token, session, [parts.status, parts.inspect], **MODEL_QUEUE, **PRIVATE)
+    parts.attention.inspect(inspect_token, session, [parts.status, parts.attention], **MODEL_QUEUE, **PRIVATE)
     parts.objects.download(download_objects, session, parts.download, **AT_ONCE)
     parts.runs.open(show_run, session, parts.page_update, **AT_ONCE)
     parts.runs.compare(compare_runs, session, parts.runs, **AT_ONCE)
