@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 
-class InputError(ValueError):
-    """A bad value or file. `str(error)` is the English message.
+class CodedError(Exception):
+    """Base of the errors shown to users. `str(error)` is the English message.
 
     Attributes:
         code: dotted identifier of the message, such as "sampling.temperature"; user interfaces translate by it.
         template: the English message with `{placeholders}`.
-        values: what fills the placeholders.
+        values: the values of the placeholders.
     """
 
     def __init__(self, code: str, template: str, /, **values: Any) -> None:
@@ -24,9 +24,21 @@ class InputError(ValueError):
         return _restore, (type(self), self.code, self.template, self.values)
 
 
+class InputError(CodedError, ValueError):
+    """A bad value or file."""
+
+
 class CheckpointError(InputError):
     """A checkpoint that is missing, incomplete or not supported."""
 
 
-def _restore(cls: type[InputError], code: str, template: str, values: dict[str, Any]) -> InputError:
+class NonFiniteLogitsError(CodedError, ArithmeticError):
+    """The model computed NaN or infinity instead of logits."""
+
+
+AnyCodedError = TypeVar("AnyCodedError", bound=CodedError)
+
+
+def _restore(cls: type[AnyCodedError], code: str, template: str, values: dict[str, Any]) -> AnyCodedError:
+    """Rebuild a pickled error."""
     return cls(code, template, **values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral, Real
 from time import perf_counter
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paligemma.errors import NonFiniteLogitsError
 from paligemma.kv_cache import KVCache
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 from paligemma.processing import PaliGemmaProcessor
@@ -28,10 +29,6 @@ MAX_TOP_N = 50
 BLOCK = 64  # rows whose maximum is taken first when the largest logits are looked for
 MAX_SEED = 2**63 - 1
 MAX_DRAWN_SEED = 2**32 - 1  # short enough to be read aloud, and exact as a number in JavaScript
-
-
-class NonFiniteLogitsError(ArithmeticError):
-    """The model gave NaN or infinity where logits should be; what follows would be noise."""
 
 
 # Options and results --------------------------------------------------------------------------------------------
@@ -210,6 +207,33 @@ class GenerationResult:
     finish_reason: FinishReason
     timing: Timing
     seed: int
+
+
+class StepCollector(Iterator[Step]):
+    """Iterate over a stream of steps, and keep the steps and the stream's return value.
+
+    Attributes:
+        steps: the steps so far.
+        result: the GenerationResult once the stream is exhausted, else None.
+    """
+
+    def __init__(self, stream: Generator[Step, None, GenerationResult]) -> None:
+        self.steps: list[Step] = []
+        self.result: GenerationResult | None = None
+        self._stream = stream
+
+    def __next__(self) -> Step:
+        try:
+            step = next(self._stream)
+        except StopIteration as end:
+            self.result = self.result or end.value
+            raise
+        self.steps.append(step)
+        return step
+
+    def close(self) -> None:
+        """Close the stream, which stops generation."""
+        self._stream.close()
 
 
 # Sampling: pure functions ---------------------------------------------------------------------------------------
@@ -458,9 +482,10 @@ class _Answer:
         # NaN or inf in one row is NaN in the sum; -inf is not.
         if not (math.isfinite(total) and math.isfinite(shifted.min())):
             raise NonFiniteLogitsError(
-                f"the model's logits for token {index} are not finite (NaN or infinity), so that no token can be "
-                "chosen. float16 overflows in Gemma: load the model with dtype='bfloat16' (or 'float32'). If it is, "
-                "its weights are damaged."
+                "generation.non_finite",
+                "The logits of token {index} contain NaN or infinity. Gemma overflows in float16: load the model with "
+                "dtype='bfloat16' or 'float32'; if it already is, the weights are corrupt.",
+                index=index,
             )
         return float(largest) + math.log(total), max(0.0, math.log(total) - float(weights @ shifted) / total)
 

@@ -235,8 +235,10 @@ def _lens_rows(
     for layer, rows in enumerate(logits.double()):
         if not bool(rows.isfinite().all()):
             raise NonFiniteLogitsError(
-                f"the logits at depth {layer} are not finite (NaN or infinity). float16 overflows in Gemma: load the "
-                "model with dtype='bfloat16' (or 'float32')."
+                "lens.non_finite",
+                "The logits at depth {depth} contain NaN or infinity. Gemma overflows in float16: load the model with "
+                "dtype='bfloat16' or 'float32'.",
+                depth=layer,
             )
         logprobs = rows.log_softmax(dim=0)
         best = top_k_indices(rows, 1)[0]

@@ -8,19 +8,18 @@ special token and does not end in a newline. Where the two differ on purpose, th
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
+
+from paligemma import image_processing
+from paligemma.image_processing import ImageSettings
 
 if TYPE_CHECKING:
     from paligemma.config import PaliGemmaConfig
@@ -32,213 +31,6 @@ REPLACEMENT_CHARACTER = "\ufffd"
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
-_SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
-_ORIENTATION_TAG = 0x0112  # EXIF 2.32, table 4: "Orientation"
-_TURN_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-
-
-# Images
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Any Pillow image as an upright, opaque RGB image of its own, without metadata.
-
-    * The first frame of an animation; EXIF orientation applied.
-    * Transparency is composited onto white, as transformers does.
-    * 16-bit gray (`I;16...`) is scaled, 65535 to 255. `I` and `F` do not say their range: see
-      `_value_range`. Nothing is clipped.
-    * Color profiles are not applied; CMYK is converted as Pillow converts it.
-
-    Raises ValueError when this is no Pillow image, has no pixels, or cannot be decoded (a truncated file).
-    """
-    if not isinstance(image, Image.Image):
-        raise ValueError(f"image must be a PIL image, got {type(image).__name__}")
-    if 0 in image.size:
-        raise ValueError(f"image has no pixels: its size is {image.width} x {image.height}")
-    try:
-        frame = _first_frame(image)
-        orientation = _exif_orientation(frame)
-        rgb = _frame_to_rgb(frame)
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow's readers raise nearly everything on a damaged file
-        raise ValueError(f"image cannot be decoded: {error}") from error
-    if orientation in _TURN_UPRIGHT:
-        rgb = rgb.transpose(_TURN_UPRIGHT[orientation])
-    rgb.info = {}  # a second call must not turn the picture again
-    return rgb
-
-
-def image_to_pixels(
-    image: Image.Image,
-    size: int,
-    mean: Sequence[float] = (0.5, 0.5, 0.5),
-    std: Sequence[float] = (0.5, 0.5, 0.5),
-    resample: int = Image.Resampling.BICUBIC,
-) -> torch.Tensor:
-    """Squeeze any Pillow image to a square and normalize it.
-
-    The aspect ratio is not kept and nothing is cropped: that is how the model was trained.
-
-    Returns (3, size, size), float32, in [-1, 1] with the default mean and std.
-    """
-    square = to_rgb(image).resize((size, size), resample=Image.Resampling(resample))
-    # Rounded in the reference's order: scaled in float64, stored as float32, normalized in float32.
-    scaled = (np.asarray(square).astype(np.float64) * (1 / 255)).astype(np.float32)
-    normalized = (scaled - np.array(mean, dtype=np.float32)) / np.array(std, dtype=np.float32)
-    return torch.from_numpy(normalized).permute(2, 0, 1).contiguous()
-
-
-def _first_frame(image: Image.Image) -> Image.Image:
-    """The decoded first frame; the caller's image stays at the frame where it was."""
-    current = image.tell()
-    if current == 0:
-        image.load()
-        return image
-    image.seek(0)
-    frame = image.copy()
-    image.seek(current)
-    return frame
-
-
-def _exif_orientation(image: Image.Image) -> int:
-    """EXIF orientation 1 to 8. 1 (upright) where there is none or the EXIF block is damaged."""
-    try:
-        return image.getexif().get(_ORIENTATION_TAG, 1)
-    except Exception:  # as above
-        return 1
-
-
-def _frame_to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in (*_SIXTEEN_BIT_MODES, "I", "F"):
-        return _deep_grey_to_rgb(image)
-    if image.mode == "La":  # Pillow converts premultiplied gray to LA only
-        image = image.convert("LA")
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
-
-
-def _deep_grey_to_rgb(image: Image.Image) -> Image.Image:
-    """Gray of more than 8 bits, scaled to 0..255; the value that a PNG marks as transparent is white."""
-    sixteen_bit = image.mode in _SIXTEEN_BIT_MODES
-    values = np.array(image, dtype=np.float32 if sixteen_bit else np.float64)
-    transparent = values == image.info.get("transparency", math.nan)
-    black, white = (0.0, 65535.0) if sixteen_bit else _value_range(values, image.mode)
-    np.nan_to_num(values, copy=False, nan=black, posinf=white, neginf=black)
-    values -= black
-    values /= (white - black) or 1.0
-    levels = np.rint(values * 255).astype(np.uint8)
-    levels[transparent] = 255
-    return Image.fromarray(levels).convert("RGB")
-
-
-def _value_range(values: np.ndarray, mode: str) -> tuple[float, float]:
-    """Which values of an `I` or `F` image are black and white.
-
-    The first of the usual ranges that holds every finite value: 0..1 (`F` only), 0..255, 0..65535; else the
-    smallest and the largest value found.
-    """
-    finite = values[np.isfinite(values)]
-    if finite.size == 0:
-        return 0.0, 1.0
-    low, high = float(finite.min()), float(finite.max())
-    usual_whites = (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
-    for white in usual_whites:
-        if low >= 0 and high <= white:
-            return 0.0, white
-    return low, high
-
-
-@dataclass(frozen=True)
-class ImageSettings:
-    """What preprocessor_config.json may change: mean and std per channel, and Pillow's resampling filter."""
-
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    resample: int = int(Image.Resampling.BICUBIC)
-
-    def __post_init__(self) -> None:
-        if len(self.mean) != 3 or len(self.std) != 3 or not all(0 < value < math.inf for value in self.std):
-            raise ValueError(
-                f"image_mean and image_std need three numbers, std above 0; got {self.mean} and {self.std}"
-            )
-        if self.resample not in list(Image.Resampling):
-            raise ValueError(f"resample is {self.resample}; allowed are Pillow's filters, 0 to 5")
-
-    @classmethod
-    def from_folder(cls, folder: Path, image_size: int) -> ImageSettings:
-        """Read preprocessor_config.json, or processor_config.json (transformers 5); else the defaults.
-
-        Raises ValueError when the file asks for a step that this module does not do.
-        """
-        stored = _read_image_processor(folder)
-        _check_steps(stored, image_size)
-        defaults = cls()
-        return cls(
-            mean=_three("image_mean", stored.get("image_mean"), defaults.mean),
-            std=_three("image_std", stored.get("image_std"), defaults.std),
-            resample=_given(stored.get("resample"), defaults.resample),
-        )
-
-
-def _read_image_processor(folder: Path) -> Mapping[str, Any]:
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-        if not isinstance(stored, dict):
-            raise ValueError(f"{path} must hold an object, got {type(stored).__name__}")
-        if name == "preprocessor_config.json":
-            return stored
-        image_processor = _given(stored.get("image_processor"), {})
-        if not isinstance(image_processor, dict):
-            raise ValueError(f"{path}: image_processor must be an object, got {image_processor!r}")
-        return image_processor
-    return {}
-
-
-def _check_steps(stored: Mapping[str, Any], image_size: int) -> None:
-    expected = {
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "do_center_crop": False,
-        "do_pad": False,
-    }
-    for name, value in expected.items():
-        if _given(stored.get(name), value) is not value:
-            raise ValueError(f"the image processor's {name} is {stored[name]!r}; allowed is {value}")
-    factor = _given(stored.get("rescale_factor"), 1 / 255)
-    if not isinstance(factor, int | float) or not math.isclose(factor, 1 / 255, rel_tol=1e-6):
-        raise ValueError(f"the image processor's rescale_factor is {factor!r}; allowed is 1/255")
-    size = _given(stored.get("size"), image_size)
-    if size not in (image_size, {"height": image_size, "width": image_size}):
-        raise ValueError(f"the image processor's size is {size}; the vision tower takes {image_size} x {image_size}")
-
-
-def _given(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def _three(name: str, value: Any, default: tuple[float, ...]) -> tuple[float, ...]:
-    values = [value] * 3 if isinstance(value, int | float) else _given(value, default)
-    if not isinstance(values, list | tuple) or not all(isinstance(each, int | float) for each in values):
-        raise ValueError(f"the image processor's {name} is {value!r}; allowed are a number or three")
-    return tuple(map(float, values))
 
 
 # Tokenizer
@@ -368,7 +160,7 @@ class PaliGemmaProcessor:
         suffix_rows = [[*self.encode_text(text), self.eos_token_id] for text in suffix or ()]
         rows = [left + right for left, right in zip_longest(prefix_rows, suffix_rows, fillvalue=[])]
         inputs = {
-            "pixel_values": torch.stack([self.image_to_pixels(image) for image in images]),
+            "pixel_values": torch.stack([self.normalize(self.resize(image)) for image in images]),
             "input_ids": _pad_left(rows, self.pad_token_id),
             "attention_mask": _pad_left([[1] * len(row) for row in rows], 0),
         }
@@ -379,10 +171,13 @@ class PaliGemmaProcessor:
             inputs["labels"] = _pad_left(suffix_rows, IGNORED_LABEL, length)
         return inputs
 
-    def image_to_pixels(self, image: Image.Image) -> torch.Tensor:
-        """Any Pillow image as (3, image_size, image_size), float32; see `to_rgb` for the conversions."""
-        settings = self.image_settings
-        return image_to_pixels(image, self.image_size, settings.mean, settings.std, settings.resample)
+    def resize(self, image: Image.Image) -> Image.Image:
+        """Convert any Pillow image to RGB and resize it to image_size x image_size, the model's input resolution."""
+        return image_processing.resize(image, self.image_size, self.image_settings.resample)
+
+    def normalize(self, square: Image.Image) -> torch.Tensor:
+        """Convert a resized image to (3, image_size, image_size), float32; in [-1, 1] with the default settings."""
+        return image_processing.normalize(square, self.image_settings.mean, self.image_settings.std)
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """`<image>` x N, `<bos>`, the prompt, one newline. The prompt may be empty.

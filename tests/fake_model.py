@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from paligemma.generation import Candidate, GenerationResult, Step, Timing
+from paligemma.image_processing import ImageSettings, normalize, resize
 from paligemma.lens import Inspection, LensRow
-from paligemma.processing import ImageSettings, image_to_pixels
 
 ALTERNATIVES = ("▁other", "▁else")
 
@@ -24,7 +24,8 @@ PROCESSOR = SimpleNamespace(
     image_size=56,
     num_image_tokens=16,
     image_settings=ImageSettings(),
-    image_to_pixels=partial(image_to_pixels, size=56),
+    resize=partial(resize, size=56),
+    normalize=normalize,
     encode_text=list,  # a token a character
 )
 

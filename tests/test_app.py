@@ -28,8 +28,8 @@ from gradio_client.exceptions import AppError
 
 import paligemma
 from paligemma import checkpoint, lens, paths
+from paligemma.image_processing import resize
 from paligemma.masks import MaskDecoder
-from paligemma.processing import image_to_pixels
 from paligemma.webapp import api, cli, execution, handlers, messages, served_models, server, serving, tasks, ui
 from paligemma.webapp.examples import Example
 from paligemma.webapp.execution import PageUpdate
@@ -533,7 +533,7 @@ def test_another_model_s_run_is_shown_but_not_continued(picture_file, tmp_path):
 
 
 def processor_of_side(side: int) -> SimpleNamespace:
-    changes = {"image_size": side, "num_image_tokens": 4, "image_to_pixels": partial(image_to_pixels, size=side)}
+    changes = {"image_size": side, "num_image_tokens": 4, "resize": partial(resize, size=side)}
     return SimpleNamespace(**{**vars(PROCESSOR), **changes})
 
 

@@ -60,7 +60,7 @@ FAULTS = (
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "not enough memory"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "not enough memory"),
     (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"), "not enough memory"),
-    (NonFiniteLogitsError("the model's logits are not finite"), "not finite"),
+    (NonFiniteLogitsError("test", "the model's logits are not finite"), "not finite"),
     (KeyError("secret"), "KeyError"),
 )
 
@@ -310,7 +310,7 @@ def test_what_zero_gpu_says_of_a_quota_reaches_the_visitor(picture_file, monkeyp
 
 def test_everything_that_may_cross_to_a_lent_gpu_can_be_pickled(picture_file):
     result = next(iter(ready_host(FakeModel()).stream(image(), **REQUEST)))
-    for value in (result, REQUEST, image(), NonFiniteLogitsError("x"), MemoryError()):
+    for value in (result, REQUEST, image(), NonFiniteLogitsError("test", "x"), MemoryError()):
         assert len(pickle.dumps(value)) < 64_000
     assert zerogpu.with_gpu_lease is not None and not zerogpu.is_zerogpu()
 

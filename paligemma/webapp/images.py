@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from paligemma.processing import to_rgb
+from paligemma.image_processing import to_rgb
 from paligemma.webapp.requests import read_upload
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def decode_image(file: bytes, formats: Sequence[str] = FORMATS, longest_side: in
     """Check and decode a picture: upright, opaque, RGB, without metadata; of an animation the first frame.
 
     What a file is, its content decides. Its sizes are checked before anything is decoded: a file of 20 KB can hold a
-    picture of half a gigabyte. Conversions are those of `processing.to_rgb`.
+    picture of half a gigabyte. Conversions are those of `image_processing.to_rgb`.
 
     Raises ValueError, in words for the visitor, for another format, more pixels or a longer side than allowed, what
     costs far more than its pixels, and a damaged file.
@@ -142,11 +141,8 @@ def preview_image(image: InputImage) -> Image.Image:
 
 
 def model_input_image(image: Image.Image, processor: PaliGemmaProcessor) -> Image.Image:
-    """The pixels that the model gets, turned back into a picture of `processor.image_size` pixels a side."""
-    settings = processor.image_settings
-    pixels = processor.image_to_pixels(image).permute(1, 2, 0).numpy()
-    levels = np.rint((pixels * np.array(settings.std) + np.array(settings.mean)) * 255)
-    return Image.fromarray(levels.clip(0, 255).astype(np.uint8))
+    """The resized image that the model receives: RGB, image_size x image_size pixels."""
+    return processor.resize(image)
 
 
 def image_view_state(image: InputImage | None, num_patches: int | None = None) -> dict[str, Any] | None:
