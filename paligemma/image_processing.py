@@ -121,7 +121,8 @@ def _frame_to_rgb(image: Image.Image) -> Image.Image:
 def _high_depth_to_rgb(image: Image.Image) -> Image.Image:
     """Scale grayscale of more than 8 bits to 0..255. The value that a PNG marks as transparent becomes white."""
     sixteen_bit = image.mode in _SIXTEEN_BIT_MODES
-    values = np.array(image, dtype=np.float32 if sixteen_bit else np.float64)
+    dtype: type[np.floating] = np.float32 if sixteen_bit else np.float64
+    values = np.array(image, dtype=dtype)
     transparent = values == image.info.get("transparency", math.nan)
     black, white = (0.0, 65535.0) if sixteen_bit else _value_range(values, image.mode)
     np.nan_to_num(values, copy=False, nan=black, posinf=white, neginf=black)

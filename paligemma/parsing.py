@@ -1,12 +1,12 @@
-"""PaliGemma's answers to `detect` and `segment`, read: "<loc0123>..." -> Detection. No model, no torch.
+"""Parse answers to `detect` and `segment` prompts into bounding boxes, mask codes and labels.
 
-One object is written as four location tokens (y_min, x_min, y_max, x_max), for `segment` sixteen codes of its
-mask, and its label; objects are separated by " ; ":
+An object is four location tokens (y_min, x_min, y_max, x_max), for `segment` 16 mask tokens, and a label. Objects are
+separated by " ; ":
 
     <loc0051><loc0309><loc0708><loc0646> shoe ; <loc0100><loc0200><loc0300><loc0400><seg012>...<seg127> cat
 
-A model may write anything, so that nothing here raises on a text: what is not an object as above is either
-plain text, which is left alone, or a `Problem`.
+The text of a language model can be anything, so `parse` accepts every string: malformed objects are returned as
+`Problem`, and other text is ignored. This module does not depend on torch.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# A location k is k/1024 of the side, as in Google's own demos and in what users compare with. big_vision's
-# evaluation divides by 1023; the two differ by at most a thousandth of the side.
+# Location k is k / 1024 of the side, as in Google's demos. (big_vision's evaluation divides by 1023, which moves a box
+# by at most 0.1% of the side.)
 LOCATION_BINS = 1024
-CODEBOOK_SIZE = 128
 LOCATIONS_PER_BOX = 4
+MASK_CODEBOOK_SIZE = 128
 CODES_PER_MASK = 16
 
 Box = tuple[float, float, float, float]
 ProblemKind = Literal["locations", "codes", "range", "order"]
 
-# [0-9], since \d would take digits of every script.
+# [0-9] instead of \d, which matches digits of all scripts.
 _LOCATION = re.compile(r"<loc([0-9]{4})>")
 _CODE = re.compile(r"<seg([0-9]{3})>")
 _TOKEN = re.compile(rf"{_LOCATION.pattern}|{_CODE.pattern}")
@@ -38,13 +38,16 @@ _OBJECT = re.compile(
 
 @dataclass(frozen=True)
 class Detection:
-    """One object of an answer.
+    """A detected or segmented object.
 
-    `box` is (x_min, y_min, x_max, y_max) in pixels of the upright picture; it may be without area. `locations`
-    are the four numbers as written (y_min, x_min, y_max, x_max; 0..1023) and `seg` the 16 codes (0..127) of the
-    mask, if there is one. `span` is where the object stands in the text (from its first token to the end of its
-    label), and `first_location` how many location tokens stand before it. `growing` is True while more of the
-    label may come.
+    Attributes:
+        label: the text after the tokens, stripped; may be empty.
+        box: (x_min, y_min, x_max, y_max) in pixels of the upright image; may have zero area.
+        locations: (y_min, x_min, y_max, x_max) as generated, each 0..1023.
+        seg: the 16 mask codes, each 0..127; None for a box without a mask.
+        span: start and end of the object in the text, from its first token to the end of its label.
+        first_location: number of location tokens in the text before this object.
+        growing: True while the label may still be extended by later tokens.
     """
 
     label: str
@@ -58,10 +61,14 @@ class Detection:
 
 @dataclass(frozen=True)
 class Problem:
-    """What looks like an object and is none: its text, its place in the answer, and what is wrong with it.
+    """A malformed object.
 
-    `kind` is "locations" (not four of them), "codes" (neither none nor sixteen), "range" (a number that no
-    token has) or "order" (a box that ends before it begins); `reason` says the same in English words.
+    Attributes:
+        text: the object as generated.
+        span: its start and end in the answer.
+        kind: "locations" (not 4 location tokens), "codes" (neither 0 nor 16 mask tokens), "range" (a number without
+            a token) or "order" (a minimum above the maximum).
+        reason: the same in English, with the numbers.
     """
 
     text: str
@@ -72,50 +79,55 @@ class Problem:
 
 @dataclass(frozen=True)
 class Parsed:
-    """All objects and all problems of an answer, each in the order of the text."""
+    """All objects and problems of an answer, each in text order."""
 
     detections: tuple[Detection, ...]
     problems: tuple[Problem, ...]
 
 
 def parse(text: str, width: int, height: int, ended: bool = True) -> Parsed:
-    """Read an answer for a picture of `width` x `height` pixels. No text makes it raise.
+    """Parse an answer about an image of width x height pixels.
 
-    While an answer streams, call it with the text so far and `ended=False`: the last object, which no ";" and no
-    next object has closed yet, is then returned once its label has begun (with `growing=True`), and is never a
-    problem.
+    With `ended=False`, `text` is the beginning of an answer that is still streaming. Its last object may be
+    incomplete: it is returned once its label has begun, with `growing=True`, and is never reported as a problem.
 
-    Raises ValueError for a size that is not positive.
+    Raises:
+        ValueError: if width or height is not positive. No text raises.
     """
     if width <= 0 or height <= 0:
-        raise ValueError(f"the picture is {width} x {height} pixels; both must be positive")
+        raise ValueError(f"width and height must be positive, got {width} x {height}.")
     detections: list[Detection] = []
     problems: list[Problem] = []
-    position = locations_so_far = 0
+    position = num_locations = 0
     while start := _TOKEN.search(text, position):
         match = _OBJECT.match(text, start.start())
+        assert match is not None  # every group may be empty
         position = match.end()
         is_open = not ended and match.end("label") == len(text)
         if problem := _find_problem(match):
             if not is_open:
                 problems.append(problem)
         elif not is_open or _label_has_begun(match):
-            detections.append(_to_detection(match, width, height, locations_so_far, is_open))
-        locations_so_far += len(_numbers(_LOCATION, match["locations"]))
+            detections.append(_to_detection(match, width, height, num_locations, is_open))
+        num_locations += len(_numbers(_LOCATION, match["locations"]))
     return Parsed(tuple(detections), tuple(problems))
 
 
 def location_token_indices(detection: Detection, pieces: Sequence[str]) -> tuple[int, ...]:
-    """Which of the answer's tokens are the four location tokens of `detection`.
+    """Return the indices of the four location tokens of `detection` among the answer's tokens.
 
-    `pieces` are the tokenizer's pieces of the whole answer so far, special ones included. The result has four
-    indices into it, or none where the pieces do not hold these locations (a model can spell "<loc0001>" in
-    letters).
+    Args:
+        detection: from `parse` of the same answer.
+        pieces: all tokens of the answer so far as strings, special tokens included.
+
+    Returns:
+        Four indices into `pieces`; empty if the locations are not location tokens (a model can spell "<loc0001>" with
+        ordinary tokens).
     """
-    places = [index for index, piece in enumerate(pieces) if _LOCATION.fullmatch(piece)]
-    chosen = places[detection.first_location : detection.first_location + LOCATIONS_PER_BOX]
-    written = tuple(int(_LOCATION.fullmatch(pieces[index])[1]) for index in chosen)
-    return tuple(chosen) if written == detection.locations else ()
+    indices = [index for index, piece in enumerate(pieces) if _LOCATION.fullmatch(piece)]
+    candidates = tuple(indices[detection.first_location : detection.first_location + LOCATIONS_PER_BOX])
+    locations = _numbers(_LOCATION, "".join(pieces[index] for index in candidates))
+    return candidates if locations == detection.locations else ()
 
 
 def _numbers(token: re.Pattern[str], text: str) -> tuple[int, ...]:
@@ -123,30 +135,30 @@ def _numbers(token: re.Pattern[str], text: str) -> tuple[int, ...]:
 
 
 def _span(match: re.Match[str]) -> tuple[int, int]:
-    """From the object's first token to the last character of its label, spaces around it left out."""
+    """Return the span from the object's first token to the last non-space character of its label."""
     return match.start(), match.start() + len(match[0][: match.end("label") - match.start()].rstrip())
 
 
 def _label_has_begun(match: re.Match[str]) -> bool:
-    """Whether the text has moved on from the tokens; a "<" may still become one of them."""
+    """Return whether the label is non-empty and is not the beginning of another token ("<")."""
     label = match["label"].lstrip()
     return bool(label) and not label.startswith("<")
 
 
 def _find_problem(match: re.Match[str]) -> Problem | None:
-    """What is wrong with an object: the first thing found, or None."""
+    """Return the first problem of an object, or None."""
     locations, codes = _numbers(_LOCATION, match["locations"]), _numbers(_CODE, match["codes"])
     kind: ProblemKind
     if len(locations) != LOCATIONS_PER_BOX:
         kind, reason = "locations", f"{len(locations)} location tokens instead of {LOCATIONS_PER_BOX}"
     elif len(codes) not in (0, CODES_PER_MASK):
         kind, reason = "codes", f"{len(codes)} mask tokens instead of {CODES_PER_MASK} or none"
-    elif max(locations) >= LOCATION_BINS or max(codes, default=0) >= CODEBOOK_SIZE:
-        kind, reason = "range", f"a number above <loc{LOCATION_BINS - 1}> or <seg{CODEBOOK_SIZE - 1}>"
+    elif max(locations) >= LOCATION_BINS or max(codes, default=0) >= MASK_CODEBOOK_SIZE:
+        kind, reason = "range", f"a number above <loc{LOCATION_BINS - 1}> or <seg{MASK_CODEBOOK_SIZE - 1}>"
     elif locations[2] < locations[0]:
-        kind, reason = "order", f"its lower edge ({locations[2]}) lies above its upper edge ({locations[0]})"
+        kind, reason = "order", f"y_max ({locations[2]}) is less than y_min ({locations[0]})"
     elif locations[3] < locations[1]:
-        kind, reason = "order", f"its right edge ({locations[3]}) lies left of its left edge ({locations[1]})"
+        kind, reason = "order", f"x_max ({locations[3]}) is less than x_min ({locations[1]})"
     else:
         return None
     start, end = _span(match)
@@ -154,7 +166,7 @@ def _find_problem(match: re.Match[str]) -> Problem | None:
 
 
 def _to_detection(match: re.Match[str], width: int, height: int, first_location: int, growing: bool) -> Detection:
-    y_min, x_min, y_max, x_max = locations = _numbers(_LOCATION, match["locations"])
+    y_min, x_min, y_max, x_max = _numbers(_LOCATION, match["locations"])
     return Detection(
         label=match["label"].strip(),
         box=(
@@ -163,7 +175,7 @@ def _to_detection(match: re.Match[str], width: int, height: int, first_location:
             x_max / LOCATION_BINS * width,
             y_max / LOCATION_BINS * height,
         ),
-        locations=locations,
+        locations=(y_min, x_min, y_max, x_max),
         seg=_numbers(_CODE, match["codes"]) or None,
         span=_span(match),
         first_location=first_location,

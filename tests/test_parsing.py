@@ -1,4 +1,4 @@
-"""Answers of `detect` and `segment`, whole, broken and half written."""
+"""Parsing of `detect` and `segment` answers: complete, malformed and streaming."""
 
 import itertools
 import random
@@ -30,13 +30,13 @@ def test_box_is_in_pixels_with_x_first() -> None:
     assert (found.label, found.seg, found.growing) == ("cat", None, False)
 
 
-def test_a_box_never_leaves_the_picture() -> None:
+def test_box_is_within_the_image() -> None:
     (found,) = parse("<loc0000><loc0000><loc1023><loc1023> all", 7, 3).detections
     assert found.box[0] == found.box[1] == 0
     assert found.box[2] < 7 and found.box[3] < 3
 
 
-def test_several_objects_with_codes() -> None:
+def test_several_objects_with_mask_codes() -> None:
     text = " ; ".join(f"{BOX}{CODES} thing {index}" for index in range(5))
     found = detections(text)
     assert [one.label for one in found] == [f"thing {index}" for index in range(5)]
@@ -48,33 +48,33 @@ def test_several_objects_with_codes() -> None:
     "label",
     ["", "cat", "traffic light", "T-shirt", "dog's", "a/b", "snake_case", "猫", "<img src=x>", "1 < 2"],
 )
-def test_labels_come_back_as_written(label: str) -> None:
+def test_label_is_returned_as_generated(label: str) -> None:
     first, second = detections(f"{BOX} {label} ; {BOX} cat")
     assert (first.label, second.label) == (label, "cat")
 
 
-def test_same_label_twice_gives_two_objects() -> None:
+def test_repeated_label_gives_two_objects() -> None:
     assert [one.label for one in detections(f"{BOX} cat ; {BOX} cat")] == ["cat", "cat"]
 
 
-def test_a_new_box_ends_a_label_without_semicolon() -> None:
+def test_next_box_ends_a_label_without_semicolon() -> None:
     assert [one.label for one in detections(f"{BOX} cat {BOX}{CODES} dog")] == ["cat", "dog"]
 
 
-def test_text_around_objects_is_left_alone() -> None:
+def test_text_around_objects_is_ignored() -> None:
     parsed = parse(f"I see ; {BOX} cat ; and more", 10, 10)
     assert [one.label for one in parsed.detections] == ["cat"]
     assert not parsed.problems
 
 
 @pytest.mark.parametrize("text", ["", "\n", "a cat on a mat", " ; ; ", "<loc12>", "<seg1>", "<loc٠١٢٣>"])
-def test_plain_text_holds_nothing(text: str) -> None:
+def test_plain_text_has_no_detections(text: str) -> None:
     parsed = parse(text, 10, 10)
     assert parsed.detections == parsed.problems == ()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-def test_wrong_number_of_locations(count: int) -> None:
+def test_wrong_number_of_location_tokens(count: int) -> None:
     assert only_problem("<loc0001>" * count + " cat") == (
         "locations",
         f"{count} location tokens instead of 4",
@@ -82,7 +82,7 @@ def test_wrong_number_of_locations(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 15, 17, 32])
-def test_wrong_number_of_codes(count: int) -> None:
+def test_wrong_number_of_mask_tokens(count: int) -> None:
     assert only_problem(BOX + "<seg001>" * count + " cat") == (
         "codes",
         f"{count} mask tokens instead of 16 or none",
@@ -99,22 +99,22 @@ def test_wrong_number_of_codes(count: int) -> None:
         (BOX + "<seg128>" * 16, "range"),
     ],
 )
-def test_impossible_objects_are_reported(text: str, kind: str) -> None:
+def test_malformed_objects_are_reported(text: str, kind: str) -> None:
     assert only_problem(text)[0] == kind
 
 
-def test_a_box_without_area_is_a_detection() -> None:
+def test_box_with_zero_area_is_a_detection() -> None:
     (found,) = detections("<loc0100><loc0100><loc0100><loc0100> dot")
     assert found.box[0] == found.box[2]
 
 
-def test_a_problem_does_not_hide_its_neighbors() -> None:
+def test_problem_does_not_affect_other_objects() -> None:
     parsed = parse(f"{BOX} cat ; <loc0001> dog ; {BOX} cow", 10, 10)
     assert [one.label for one in parsed.detections] == ["cat", "cow"]
     assert [one.text for one in parsed.problems] == ["<loc0001> dog"]
 
 
-def test_streaming_returns_an_object_once_its_label_began() -> None:
+def test_streaming_returns_an_object_once_its_label_has_begun() -> None:
     text = f"{BOX}{CODES} red cat ; {BOX} dog"
     begun, closed = text.index("red") + 1, text.index(";") + 1
     for end in range(len(text)):
@@ -126,13 +126,13 @@ def test_streaming_returns_an_object_once_its_label_began() -> None:
     assert [one.label for one in detections(text, ended=True)] == ["red cat", "dog"]
 
 
-def test_streaming_reports_a_problem_once_it_is_closed() -> None:
+def test_streaming_reports_a_problem_once_its_object_is_complete() -> None:
     assert not parse("<loc0001> cat", 10, 10, ended=False).problems
     assert parse("<loc0001> cat ;", 10, 10, ended=False).problems
     assert parse("<loc0001> cat", 10, 10).problems
 
 
-def test_location_tokens_are_found_among_the_pieces() -> None:
+def test_location_token_indices() -> None:
     locations = ["<loc0001>", "<loc0002>", "<loc0003>", "<loc0004>"]
     pieces = [
         "▁see",
@@ -152,18 +152,18 @@ def test_location_tokens_are_found_among_the_pieces() -> None:
     assert location_token_indices(other, pieces) == (10, 11, 12, 13)
 
 
-def test_locations_spelled_in_letters_have_no_tokens() -> None:
+def test_locations_spelled_with_ordinary_tokens_have_no_indices() -> None:
     (found,) = detections(f"{BOX} cat")
     assert location_token_indices(found, list(f"{BOX} cat")) == ()
 
 
 @pytest.mark.parametrize(("width", "height"), [(0, 5), (5, 0), (-1, 5)])
-def test_sizes_must_be_positive(width: int, height: int) -> None:
+def test_image_size_must_be_positive(width: int, height: int) -> None:
     with pytest.raises(ValueError, match="positive"):
         parse("", width, height)
 
 
-def test_no_text_raises() -> None:
+def test_random_text_never_raises() -> None:
     rng = random.Random(0)
     parts = [
         BOX,

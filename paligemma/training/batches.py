@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paligemma.masks import CODES_PER_MASK
 from paligemma.modeling import prefix_lm_visible
+from paligemma.parsing import CODES_PER_MASK
 from paligemma.training.icons import CLASSES, COLORS, STYLES_TRAINED, load_sprites
 from paligemma.training.masks import MaskEncoder
 from paligemma.training.scenes import TRAINING, Scene, SceneMaker, SceneOptions

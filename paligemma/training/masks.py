@@ -26,14 +26,8 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import trange
 
-from paligemma.masks import (
-    CODE_GRID,
-    CODEBOOK_SIZE,
-    CODES_PER_MASK,
-    MASK_SIZE,
-    MaskDecoder,
-    load_parameters,
-)
+from paligemma.masks import CODE_GRID, MASK_SIZE, MaskDecoder, load_parameters
+from paligemma.parsing import CODES_PER_MASK, MASK_CODEBOOK_SIZE
 from paligemma.training.icons import STYLES_HELD_OUT, STYLES_TRAINED, load_sprites
 
 SPRITE_SIZE = 128
@@ -133,7 +127,7 @@ class MaskEncoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.centres = nn.Parameter(torch.zeros(CODEBOOK_SIZE, PART_SIZE**2), requires_grad=False)
+        self.centres = nn.Parameter(torch.zeros(MASK_CODEBOOK_SIZE, PART_SIZE**2), requires_grad=False)
 
     @classmethod
     def load(cls, path: str | Path) -> MaskEncoder:
@@ -146,7 +140,7 @@ class MaskEncoder(nn.Module):
     def fit(cls, masks: torch.Tensor) -> MaskEncoder:
         """The centres of k-means over the parts of masks (n, 64, 64), from nearly empty to full."""
         encoder = cls()
-        centres = k_means(parts(masks), CODEBOOK_SIZE)
+        centres = k_means(parts(masks), MASK_CODEBOOK_SIZE)
         encoder.centres.copy_(centres[centres.mean(1).argsort()])
         return encoder
 

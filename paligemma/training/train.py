@@ -37,8 +37,8 @@ from tqdm import tqdm
 
 from paligemma.checkpoint import load_model, save
 from paligemma.config import GemmaConfig, PaliGemmaConfig, SiglipVisionConfig
-from paligemma.masks import CODES_PER_MASK
 from paligemma.modeling import PaliGemmaForConditionalGeneration
+from paligemma.parsing import CODES_PER_MASK
 from paligemma.training.batches import (
     BOS,
     COVER_CELLS,
