@@ -13,7 +13,7 @@ from PIL import Image, UnidentifiedImageError
 import paligemma
 from paligemma.checkpoint import DTYPES, Progress
 from paligemma.generation import MAX_TOP_N, GenerationOptions, Sampling, Step
-from paligemma.kernels.int8 import QUANTIZATIONS
+from paligemma.kernels import QUANTIZATIONS
 
 FAILURE, INTERRUPTED = 1, 128 + signal.SIGINT
 

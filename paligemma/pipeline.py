@@ -13,7 +13,7 @@ from paligemma import checkpoint, generation
 from paligemma.config import PaliGemmaConfig
 from paligemma.generation import GenerationOptions, GenerationResult, Sampling, Step
 from paligemma.image_features import ImageFeatureCache
-from paligemma.kernels.int8 import checked_quantization
+from paligemma.kernels import check_quantization
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 from paligemma.processing import PaliGemmaProcessor
 
@@ -168,8 +168,8 @@ def load(
         ValueError: says what is wrong and what is allowed. `CheckpointError` is one: for a checkpoint that cannot be
             had or used, with what to do.
     """
-    checked_quantization(quantize)
-    found = checkpoint.find(source, revision, token, device, dtype, progress)
+    check_quantization(quantize)
+    found = checkpoint.find_checkpoint(source, revision, token, device, dtype, progress)
     model, backend = checkpoint.load_for_inference(found.folder, device, found.dtype, quantize, progress)
     processor = PaliGemmaProcessor.from_folder(found.folder, model.config)
     return PaliGemma(model, processor, found.name, found.origin, found.revision, quantize, backend)

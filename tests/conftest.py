@@ -31,7 +31,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in the hub's layout with a random PaliGemma 2 that answers with varied nonsense."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny-random"
-    checkpoint.save(tiny_model("paligemma2"), folder)
+    checkpoint.save_model(tiny_model("paligemma2"), folder)
     build_tiny_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from paligemma.checkpoint import our_name
+from paligemma.checkpoint import canonical_name
 from paligemma.config import PaliGemmaConfig
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 
@@ -105,7 +105,7 @@ def test_names_shapes_and_counts(size: str, resolution: int):
     with torch.device("meta"):
         reference = transformers.PaliGemmaForConditionalGeneration(config)
     shapes = our_shapes(size, resolution, ROWS_OF_TOKENIZER)
-    assert shapes == {our_name(name): parameter.shape for name, parameter in reference.named_parameters()}
+    assert shapes == {canonical_name(name): parameter.shape for name, parameter in reference.named_parameters()}
     assert count(shapes) == PARAMETERS[size, resolution]
 
 

@@ -128,8 +128,8 @@ def test_bad_options_are_refused_at_the_call(vlm, option, value):
 
 
 def test_without_a_bundled_model_the_message_says_how_to_name_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(checkpoint, "BUNDLED_FOLDER", tmp_path / "demo")
-    with pytest.raises(paligemma.CheckpointError, match=r"no model is bundled .* hub id such as google/paligemma2"):
+    monkeypatch.setattr(checkpoint.find, "BUNDLED_FOLDER", tmp_path / "demo")
+    with pytest.raises(paligemma.CheckpointError, match=r"No model is bundled .* hub id such as google/paligemma2"):
         paligemma.load()
 
 
@@ -196,7 +196,7 @@ def test_failures_are_one_line_and_end_with_1(folder, picture_file, tmp_path, ca
     for image, model, said in (
         (tmp_path / "absent.png", folder, "there is no file"),
         (no_picture, folder, "is no picture"),
-        (picture_file, tmp_path / "absent", "is neither a folder"),
+        (picture_file, tmp_path / "absent", "is neither a local folder"),
     ):
         assert command_line.main([str(image), "caption en", "--model", str(model)]) == 1
         captured = capsys.readouterr()

@@ -219,7 +219,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def measure_speed(options: SpeedOptions) -> SpeedReport:
     """Let all contenders take turns, then load each in a process of its own, when these here are gone."""
-    found = checkpoint.find(options.source, device=options.device, dtype=options.dtype)
+    found = checkpoint.find_checkpoint(options.source, device=options.device, dtype=options.dtype)
     report, works = _measure_in_turns(found, options)
     if report.device != "cpu":
         return report

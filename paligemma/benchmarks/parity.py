@@ -158,7 +158,7 @@ def random_rows(names: Sequence[str], dtypes: Sequence[str], seeds: int, work_di
 
 def checkpoint_rows(source: str, revision: str | None, dtypes: Sequence[str], seeds: int) -> Iterator[Row]:
     """Rows for one checkpoint, with a picture a seed."""
-    folder = checkpoint.find(source, revision, dtype=dtypes[0]).folder
+    folder = checkpoint.find_checkpoint(source, revision, dtype=dtypes[0]).folder
     if "float32" in dtypes:
         yield float32_row(source, folder, requests_of(0, PROMPTS), is_random=False)
     for dtype in dtypes:

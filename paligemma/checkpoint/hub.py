@@ -1,7 +1,7 @@
-"""Checkpoints on the hub: list what a repository holds, check it while it is small, download it, say what went wrong.
+"""Download checkpoints from the Hugging Face hub, with checks before the weights and an explanation of each failure.
 
-huggingface_hub does the transfer and keeps the cache. Here are the order (names, configuration, room on the disk, and
-only then the weights) and the sentences. Nothing but the named patterns is downloaded, and nothing that comes is run.
+huggingface_hub transfers the files and manages the cache. File names, configuration and disk space are checked before
+any weights are downloaded. Only files that match the given patterns are downloaded, and no code in them is executed.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ import huggingface_hub
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import tqdm
 
-CONFIG_FILE = "config.json"
-LISTING_TIMEOUT_S = 20  # huggingface_hub itself would wait for this answer without end
-TOKEN = re.compile(r"hf_(?:oauth_|jwt_)?[A-Za-z0-9]{10,}[\w.-]*")
-DISK_FAULTS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT}
-TOKEN_PAGE = "https://huggingface.co/settings/tokens"
+from paligemma.checkpoint.files import CONFIG_FILE
+from paligemma.checkpoint.memory import format_gigabytes
+from paligemma.errors import CheckpointError
 
-# Called with the stage, "downloading" or "loading", the bytes done, and the bytes in all.
+LISTING_TIMEOUT_S = 20  # huggingface_hub has no timeout for this request by default
+TOKEN = re.compile(r"hf_(?:oauth_|jwt_)?[A-Za-z0-9]{10,}[\w.-]*")
+CACHE_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT}
+
+# Called with the stage ("downloading" or "loading"), the bytes done and the total bytes.
 Progress = Callable[[str, int, int], None]
 
 log = logging.getLogger("paligemma.checkpoint.hub")
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be had or used. The message says why and what to do; it never holds a token."""
+class NotCachedError(hub_errors.LocalEntryNotFoundError):
+    """The hub did not list a revision, and it is not in the cache.
 
-
-class NothingCachedError(hub_errors.LocalEntryNotFoundError):
-    """There is no listing of a revision, and the cache does not have it. The library's own error of that kind may also
-    mean that a listed file did not come, which is no reason to download another revision instead."""
+    huggingface_hub's base class also covers a failed download of a listed file, after which no other revision is tried.
+    """
 
 
 @dataclass(frozen=True)
 class Checks:
-    """What is looked at before any weight is downloaded; each raises CheckpointError.
+    """Checks before any weights are downloaded; each raises CheckpointError.
 
     Attributes:
-        names: gets the names of the repository's files.
-        config: gets a folder that holds its config.json.
+        names: called with the file names of the repository.
+        config: called with a folder that contains its config.json.
     """
 
     names: Callable[[Collection[str]], None]
@@ -62,11 +62,15 @@ def download(
     checks: Checks,
     progress: Progress | None = None,
 ) -> tuple[Path, str]:
-    """Download the files that match `patterns`, of the first of `revisions` that the repository has.
+    """Download the files that match `patterns` from the first of `revisions` that the repository has.
 
-    What the cache holds is used again, and all there is when the hub is out of reach or refuses the token.
+    Cached files are reused; the cache alone serves if the hub is unreachable or rejects the token.
 
-    Returns the folder and the revision. Raises CheckpointError, which says what to do.
+    Returns:
+        The folder in the cache and the revision.
+
+    Raises:
+        CheckpointError: if the checkpoint is not available; the message contains no access token.
     """
     token = (token or "").strip() or None
     failures: list[tuple[Exception, str]] = []
@@ -75,16 +79,15 @@ def download(
             return _fetch(repo, revision, token, patterns, checks, progress), revision
         except CheckpointError:
             raise
-        except (hub_errors.RevisionNotFoundError, NothingCachedError) as error:
-            failures.append((error, revision))  # another revision may be what there is, or what the cache has
-        # The library raises many kinds, among them its HTTP client's own, which share no base but Exception.
-        except Exception as error:
+        except (hub_errors.RevisionNotFoundError, NotCachedError) as error:
+            failures.append((error, revision))  # try the next revision
+        except Exception as error:  # the HTTP client's errors share no other base class
             failures.append((error, revision))
             break
     token = _token_in_use(token)
-    unfinished = [failure for failure in failures if isinstance(failure[0], hub_errors.IncompleteSnapshotError)]
-    error, revision = (unfinished or failures)[-1]
-    raise CheckpointError(redact_tokens(_explain(error, repo, revision, token), token)) from None
+    incomplete = [pair for pair in failures if isinstance(pair[0], hub_errors.IncompleteSnapshotError)]
+    failure, revision = (incomplete or failures)[-1]
+    raise _redacted(_explain(failure, repo, revision, token), token) from None
 
 
 def _fetch(
@@ -106,22 +109,22 @@ def _fetch(
     if sizes:
         checks.names(sizes.keys())
     source: dict[str, Any] = {"revision": revision, "token": token}
-    folder = _whole_file(repo, CONFIG_FILE, sizes.get(CONFIG_FILE, 0), source).parent
+    folder = _download_file(repo, CONFIG_FILE, sizes.get(CONFIG_FILE, 0), source).parent
     checks.config(folder)
     wanted = {name: size for name, size in sizes.items() if any(fnmatch(name, pattern) for pattern in patterns)}
-    missing = _missing(wanted, folder)
+    missing = _missing_files(wanted, folder)
     if sizes and not missing:
-        return folder  # nothing is written, so a cache that is only read will do
+        return folder  # without a write, so that a read-only cache works
     _require_space(repo, sum(missing.values()))
-    bar = _bar_that_tells(progress, sum(missing.values()))
+    bar = _reporting_bar(progress, sum(missing.values()))
     for name in missing:
         if (folder / name).exists():
-            _whole_file(repo, name, sizes[name], source)
+            _download_file(repo, name, sizes[name], source)
     return Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(patterns), tqdm_class=bar, **source))
 
 
-def _whole_file(repo: str, name: str, size: int, source: Mapping[str, Any]) -> Path:
-    """A file from the cache or the hub. The library would take a cached one that was cut short as it is."""
+def _download_file(repo: str, name: str, size: int, source: Mapping[str, Any]) -> Path:
+    """Return a file from the cache or the hub, replacing a truncated cached file, which huggingface_hub would reuse."""
     file = Path(huggingface_hub.hf_hub_download(repo, name, **source))
     if size and file.stat().st_size != size:
         file = Path(huggingface_hub.hf_hub_download(repo, name, force_download=True, **source))
@@ -129,7 +132,7 @@ def _whole_file(repo: str, name: str, size: int, source: Mapping[str, Any]) -> P
 
 
 def _from_cache(repo: str, revision: str, patterns: Sequence[str], reason: Exception) -> Path:
-    """The cached folder, where the hub did not answer or refused; NothingCachedError where there is none."""
+    """Return the cached folder after the hub failed for this reason; raise NotCachedError if there is none."""
     try:
         folder = huggingface_hub.snapshot_download(
             repo, revision=revision, local_files_only=True, allow_patterns=list(patterns)
@@ -137,13 +140,13 @@ def _from_cache(repo: str, revision: str, patterns: Sequence[str], reason: Excep
     except hub_errors.IncompleteSnapshotError:
         raise
     except hub_errors.LocalEntryNotFoundError:
-        raise NothingCachedError("nothing is cached") from reason
-    log.info("%s (%s) comes from the cache: %s", repo, revision, redact_tokens(f"{type(reason).__name__}: {reason}"))
+        raise NotCachedError("not in the cache") from reason
+    log.info("Using the cached %s (%s): %s", repo, revision, redact_tokens(f"{type(reason).__name__}: {reason}"))
     return Path(folder)
 
 
-def _missing(sizes: Mapping[str, int], folder: Path) -> dict[str, int]:
-    """Of the files, those that the cached folder lacks or that are of another size there."""
+def _missing_files(sizes: Mapping[str, int], folder: Path) -> dict[str, int]:
+    """Return the files that are not in the folder or have another size there."""
     return {
         name: size
         for name, size in sizes.items()
@@ -152,29 +155,35 @@ def _missing(sizes: Mapping[str, int], folder: Path) -> dict[str, int]:
 
 
 def _require_space(repo: str, needed: int) -> None:
-    """huggingface_hub only warns of a disk that is too small, and then fills it."""
-    cache = _cache()
+    """Raise CheckpointError if the download does not fit on the disk; huggingface_hub only warns."""
+    cache = _cache_folder()
     free = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
     if needed > free:
         raise CheckpointError(
-            f"{repo} needs {format_gigabytes(needed)} more on the disk of {cache}, which has {format_gigabytes(free)} free; make "
-            "room, or set HF_HOME to a folder on a larger disk"
+            "hub.no_space",
+            "{repo} needs {needed} more disk space, but the disk of {cache} has {free} free. Free some space, or set "
+            "HF_HOME to a folder on a larger disk.",
+            repo=repo,
+            needed=format_gigabytes(needed),
+            cache=str(cache),
+            free=format_gigabytes(free),
         )
 
 
-def _cache() -> Path:
+def _cache_folder() -> Path:
     return Path(huggingface_hub.constants.HF_HUB_CACHE)
 
 
-def _bar_that_tells(progress: Progress | None, total: int) -> type[tqdm] | None:
-    """A class of progress bars that draw nothing and report the bytes; None, for the library's own, where nobody asks.
+def _reporting_bar(progress: Progress | None, total: int) -> type[tqdm] | None:
+    """Return a tqdm class that calls `progress` instead of drawing; None for huggingface_hub's own bar.
 
-    The library counts bytes in two bars, as they arrive and as they are written; the one that is ahead counts.
+    huggingface_hub counts bytes in two bars, received and written; the larger count is reported.
     """
-    if progress is None or not total:  # a mirror of the hub may not tell sizes
+    if progress is None or not total:  # mirrors of the hub may not report sizes
         return None
-    progress("downloading", 0, total)
-    furthest = 0
+    report = progress
+    report("downloading", 0, total)
+    reported = 0
 
     class ReportingBar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -183,97 +192,161 @@ def _bar_that_tells(progress: Progress | None, total: int) -> type[tqdm] | None:
             super().__init__(*arguments, **{**options, "disable": True})
 
         def update(self, n: float | None = 1) -> bool | None:
-            nonlocal furthest
+            nonlocal reported
             self.num_bytes += int(n or 0)
-            if self.counts_bytes and self.num_bytes > furthest:
-                furthest = self.num_bytes
-                progress("downloading", min(furthest, total), total)
+            if self.counts_bytes and self.num_bytes > reported:
+                reported = self.num_bytes
+                report("downloading", min(reported, total), total)
             return super().update(n)
 
     return ReportingBar
 
 
-# What went wrong --------------------------------------------------------------------------------------------------
+# Explanations -----------------------------------------------------------------------------------------------------
 
 
-def _explain(error: Exception, repo: str, revision: str, token: str | None) -> str:
-    """What happened, and what to do about it. The order matters: the kinds derive from one another."""
-    answer = error.__cause__ if isinstance(error, hub_errors.LocalEntryNotFoundError) else error
-    if isinstance(answer, hub_errors.HfHubHTTPError):
-        return _explain_answer(answer, repo, revision, token)
+def _explain(error: Exception, repo: str, revision: str, token: str | None) -> CheckpointError:
+    """Convert an error of huggingface_hub, its HTTP client or the disk. Subclasses are tested before their bases."""
+    cause = error.__cause__ if isinstance(error, hub_errors.LocalEntryNotFoundError) else error
+    if isinstance(cause, hub_errors.HfHubHTTPError):
+        return _explain_response(cause, repo, revision, token)
     if isinstance(error, hub_errors.IncompleteSnapshotError):
-        return (
-            f"the download of {repo} ({revision}) was not finished and the hub cannot be reached; connect and start "
-            "again, files that are complete are kept"
+        return CheckpointError(
+            "hub.incomplete",
+            "The download of {repo} ({revision}) is incomplete, and the hub is unreachable. Connect and start again; "
+            "complete files are kept.",
+            repo=repo,
+            revision=revision,
         )
     if isinstance(error, hub_errors.LocalEntryNotFoundError):
-        return f"{repo} ({revision}) is not in the cache {_cache()}, and {_why_unreachable(error.__cause__)}"
+        return _explain_unreachable(error.__cause__, repo, revision)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"the disk of {_cache()} is full; make room, or set HF_HOME to a folder on a larger disk"
-    if isinstance(error, OSError) and error.errno in DISK_FAULTS:
-        return (
-            f"{repo} cannot be stored in the cache {_cache()} ({error}); make that folder writable, or set HF_HOME to "
-            "one that is"
+        return CheckpointError(
+            "hub.disk_full",
+            "The disk of {cache} is full. Free some space, or set HF_HOME to a folder on a larger disk.",
+            cache=str(_cache_folder()),
         )
-    return (
-        f"downloading {repo} failed: {type(error).__name__}: {error}; check the connection and start again, files "
-        "that are complete are kept"
+    if isinstance(error, OSError) and error.errno in CACHE_ERRORS:
+        return CheckpointError(
+            "hub.cache_not_writable",
+            "{repo} cannot be stored in the cache {cache}: {reason}. Make that folder writable, or set HF_HOME to "
+            "another one.",
+            repo=repo,
+            cache=str(_cache_folder()),
+            reason=str(error),
+        )
+    return CheckpointError(
+        "hub.download_failed",
+        "Downloading {repo} failed: {reason}. Check the connection and start again; complete files are kept.",
+        repo=repo,
+        reason=f"{type(error).__name__}: {error}",
     )
 
 
-def _why_unreachable(cause: BaseException | None) -> str:
+def _explain_unreachable(cause: BaseException | None, repo: str, revision: str) -> CheckpointError:
+    """The error for a revision that is not cached while the hub is unreachable."""
     if isinstance(cause, hub_errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE forbids to download it; unset that, or give a folder"
-    reason = f" ({type(cause).__name__}: {cause})" if cause else ""
-    return f"the hub cannot be reached{reason}; check the connection and start again, or give a folder"
-
-
-def _explain_answer(error: hub_errors.HfHubHTTPError, repo: str, revision: str, token: str | None) -> str:
-    """What the hub's refusal means."""
-    page, status = f"https://huggingface.co/{repo}", error.response.status_code
-    if isinstance(error, hub_errors.GatedRepoError) and status == 401:
-        return (
-            f"{repo} is gated and no valid token was given; accept its license at {page}, then run `hf auth login` or "
-            "set HF_TOKEN"
+        return CheckpointError(
+            "hub.offline",
+            "{repo} ({revision}) is not in the cache {cache}, and HF_HUB_OFFLINE disables downloads. Unset it, or use "
+            "a local folder.",
+            repo=repo,
+            revision=revision,
+            cache=str(_cache_folder()),
         )
+    return CheckpointError(
+        "hub.unreachable",
+        "{repo} ({revision}) is not in the cache {cache}, and the hub is unreachable ({reason}). Check the connection "
+        "and start again, or use a local folder.",
+        repo=repo,
+        revision=revision,
+        cache=str(_cache_folder()),
+        reason=f"{type(cause).__name__}: {cause}" if cause else "no connection",
+    )
+
+
+def _explain_response(error: hub_errors.HfHubHTTPError, repo: str, revision: str, token: str | None) -> CheckpointError:
+    """Convert an HTTP error of the hub."""
+    url, status = f"https://huggingface.co/{repo}", error.response.status_code
     if isinstance(error, hub_errors.GatedRepoError):
-        return (
-            f"{repo} is gated and this token has no access to it; accept the license at {page} with the token's "
-            "account, and let a fine-grained token read gated repositories"
-        )
+        return _explain_gated(repo, url, status)
     if isinstance(error, hub_errors.RevisionNotFoundError):
-        return f"{repo} has no revision {revision!r}; its branches are listed at {page}/tree/main"
-    # Without a token the hub answers 401 for what does not exist; with one, only where the token is not good.
+        return CheckpointError(
+            "hub.no_revision",
+            "{repo} has no revision {revision!r}. Its branches are listed at {url}/tree/main.",
+            repo=repo,
+            revision=revision,
+            url=url,
+        )
+    # Without a token, the hub returns 401 for repositories that do not exist; with one, only if the token is invalid.
     if status == 403 or (status == 401 and token):
-        return (
-            f"the hub refuses the token for {repo}, it may be wrong, expired, or not allowed to read; make a new one "
-            f"at {TOKEN_PAGE}, then run `hf auth login` or set HF_TOKEN"
+        return CheckpointError(
+            "hub.token_rejected",
+            "The hub rejected the access token for {repo}: it is invalid, expired, or lacks read permission. Create "
+            "one at https://huggingface.co/settings/tokens, then run `hf auth login` or set HF_TOKEN.",
+            repo=repo,
         )
     if isinstance(error, hub_errors.RepositoryNotFoundError) or status == 401:
-        return (
-            f"there is no folder {repo} here, and on the hub no such model, or a private one; check the spelling, or "
-            "give a token that may read it"
+        return CheckpointError(
+            "hub.not_found",
+            "{repo} is neither a local folder nor a public model on the hub. Check the spelling, or log in with an "
+            "access token that can read it.",
+            repo=repo,
         )
     if status == 429:
-        return f"the hub was asked too often for {repo}; wait some minutes and start again, or log in with a token"
-    return f"the hub fails for {repo} ({status}); try again later, or give a folder"
+        return CheckpointError(
+            "hub.rate_limited",
+            "The hub's rate limit is exceeded for {repo}. Wait a few minutes, or log in with an access token.",
+            repo=repo,
+        )
+    return CheckpointError(
+        "hub.http_error",
+        "The hub returned HTTP {status} for {repo}. Try again later, or use a local folder.",
+        status=status,
+        repo=repo,
+    )
+
+
+def _explain_gated(repo: str, url: str, status: int) -> CheckpointError:
+    """The error for a gated repository: 401 without a valid token, 403 for a token without access."""
+    if status == 401:
+        return CheckpointError(
+            "hub.gated",
+            "{repo} is gated and needs an access token. Accept its license at {url}, then run `hf auth login` or set "
+            "HF_TOKEN.",
+            repo=repo,
+            url=url,
+        )
+    return CheckpointError(
+        "hub.gated_no_access",
+        "{repo} is gated and the access token has no access to it. Accept the license at {url} with the token's "
+        "account; a fine-grained token also needs permission to read gated repositories.",
+        repo=repo,
+        url=url,
+    )
+
+
+# Access tokens ----------------------------------------------------------------------------------------------------
 
 
 def _token_in_use(token: str | None) -> str | None:
-    """The given token, else the one that the library finds; None where there is none, or it cannot be had."""
+    """Return the given token, else the one that huggingface_hub finds."""
     try:
         return token or huggingface_hub.get_token()
-    except Exception:  # some kinds of token are fetched
+    except Exception:  # huggingface_hub may request an OIDC token over the network
         return None
 
 
+def _redacted(error: CheckpointError, token: str | None) -> CheckpointError:
+    """Return the error with all access tokens in its values redacted."""
+    values = {
+        name: redact_tokens(value, token) if isinstance(value, str) else value for name, value in error.values.items()
+    }
+    return CheckpointError(error.code, error.template, **values)
+
+
 def redact_tokens(text: str, token: str | None = None) -> str:
-    """The text without the token and without anything that looks like a token of the hub."""
+    """Replace this token, and everything that looks like an access token of the hub, by "[token]"."""
     if token:
         text = text.replace(token, "[token]")
     return TOKEN.sub("[token]", text)
-
-
-def format_gigabytes(num_bytes: int) -> str:
-    """`5.85 GB`."""
-    return f"{num_bytes / 1e9:.2f} GB"

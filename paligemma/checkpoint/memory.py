@@ -1,18 +1,20 @@
-"""How much memory a model may take: what the machine has free, within the limits of the containers around it."""
+"""Memory available for model weights, within the limits of containers."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
-MEMINFO = Path("/proc/meminfo")
+from paligemma.checkpoint.devices import DTYPES, dtype_name
+from paligemma.errors import CheckpointError
+
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
-# Version 2, then version 1: folder of the controller, its limit, its use, and what of the use can be taken back.
+# cgroup v2, then v1: controller's folder, limit, usage, and the reclaimable part of the usage.
 CGROUP_FILES = (
     ("", "memory.max", "memory.current", ("active_file", "inactive_file")),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
@@ -21,58 +23,95 @@ CGROUP_FILES = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in all, and those that a program may still take; file pages that the system can drop count as free."""
+    """Total and available bytes; cached file pages count as available."""
 
     total: int
     available: int
 
 
-def available_memory(device: torch.device) -> Memory | None:
-    """The memory that weights on this device take; None where the system does not say."""
+def available_memory(device: torch.device) -> Memory:
+    """Return the memory for weights on this device: the GPU's, or the machine's within its cgroup limits."""
     if device.type == "cuda":
         available, total = torch.cuda.mem_get_info(device)
         return Memory(total, available)
-    limits = [memory for memory in (_of_machine(), *_of_cgroups()) if memory]
-    if not limits:
-        return None
+    machine = psutil.virtual_memory()
+    limits = [Memory(machine.total, machine.available), *_cgroup_limits()]
     return Memory(min(limit.total for limit in limits), min(limit.available for limit in limits))
 
 
-def _of_machine() -> Memory | None:
-    if MEMINFO.exists():
-        rows = (line.split() for line in MEMINFO.read_text(encoding="ascii").splitlines())
-        kilobytes = {row[0]: int(row[1]) for row in rows if len(row) > 1}
-        return Memory(kilobytes["MemTotal:"] * 1024, kilobytes["MemAvailable:"] * 1024)
-    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):  # macOS says how much there is, not how much is free
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return Memory(total, total)
-    return None
-
-
-def _of_cgroups() -> Iterator[Memory]:
-    """The limits of this process's control groups and of all groups around them, on Linux."""
+def _cgroup_limits() -> Iterator[Memory]:
+    """Memory limits of this process's cgroups and their parents (Linux)."""
     if not OWN_CGROUPS.exists():
         return
     for line in OWN_CGROUPS.read_text(encoding="utf-8").splitlines():
         controllers, path = line.split(":", 2)[1:]
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
             continue
-        folder, *names = CGROUP_FILES[1 if controllers else 0]
+        folder, limit, usage, reclaimable = CGROUP_FILES[1 if controllers else 0]
         root = CGROUP_ROOT / folder
         group = root / path.lstrip("/")
         for place in (group, *group.parents):
             if place == root or root in place.parents:
-                memory = _of_cgroup(place, *names)
+                memory = _read_cgroup(place, limit, usage, reclaimable)
                 if memory:
                     yield memory
 
 
-def _of_cgroup(folder: Path, limit: str, use: str, reclaimable: tuple[str, ...]) -> Memory | None:
-    """None for a group without a limit, or whose files cannot be read."""
+def _read_cgroup(folder: Path, limit: str, usage: str, reclaimable: tuple[str, ...]) -> Memory | None:
+    """Return a cgroup's limit; None if it has none or its files are not readable."""
     try:
-        total, used = int((folder / limit).read_text()), int((folder / use).read_text())
+        total, used = int((folder / limit).read_text()), int((folder / usage).read_text())
         rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
         cached = sum(int(count) for name, count in rows if name in reclaimable)
-    except (OSError, ValueError):  # "max" is no number
+    except (OSError, ValueError):  # an unlimited group has "max" here
         return None
     return Memory(total, max(0, total - used + cached))
+
+
+def require_memory(
+    needed: int, device: torch.device, dtype: torch.dtype, place: str, stored_dtype: str | None = None
+) -> None:
+    """Raise CheckpointError unless `needed` bytes are available.
+
+    Args:
+        dtype: of the weights after loading.
+        place: the checkpoint's name in the message.
+        stored_dtype: name of the dtype in the files; on a CPU, weights in this dtype are memory-mapped instead.
+    """
+    memory = available_memory(device)
+    if needed <= memory.available:
+        return
+    values = {
+        "place": place,
+        "needed": format_gigabytes(needed),
+        "dtype": dtype_name(dtype),
+        "device": str(device),
+        "available": format_gigabytes(memory.available),
+        "total": format_gigabytes(memory.total),
+    }
+    if device.type != "cpu":
+        raise CheckpointError(
+            "memory.insufficient_on_device",
+            "{place} needs {needed} of memory as {dtype} on {device}, but only {available} of {total} is available. "
+            "Use device cpu, free some memory, or use a smaller model.",
+            **values,
+        )
+    if stored_dtype in DTYPES and stored_dtype != dtype_name(dtype):
+        raise CheckpointError(
+            "memory.insufficient_for_conversion",
+            "{place} needs {needed} of memory as {dtype} on {device}, but only {available} of {total} is available. "
+            "Use dtype {stored_dtype}, whose weights are memory-mapped, free some memory, or use a smaller model.",
+            stored_dtype=stored_dtype,
+            **values,
+        )
+    raise CheckpointError(
+        "memory.insufficient",
+        "{place} needs {needed} of memory as {dtype} on {device}, but only {available} of {total} is available. "
+        "Free some memory, or use a smaller model.",
+        **values,
+    )
+
+
+def format_gigabytes(num_bytes: int) -> str:
+    """Format a size, such as `5.85 GB`."""
+    return f"{num_bytes / 1e9:.2f} GB"

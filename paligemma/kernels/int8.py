@@ -1,228 +1,230 @@
-"""int8 weights: the decoder's and the head's matrices as whole numbers, a scale an output row; and where they are kept.
+"""int8 weights with one scale per output channel, and the kernels that multiply with them.
 
-W[row] is stored as scale[row] * values[row], with values from -127 to 127 and the row's largest weight at the end of
-that range. That halves what bfloat16 needs, and what a token's step has to read.
+W[i, j] is approximately scale[i] * values[i, j], with integer values in [-127, 127]. Weights take half the memory of
+bfloat16, and decoding reads half as much per token.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import os
-import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch.nn.functional as F
 from torch import Tensor
 
-from paligemma.kernels.linear import INT8_LEVELS, PreparedLinear, TwoPartLinear, choose_int8_kernel
+from paligemma.kernels.linear import InferenceLinear, is_accurate
+from paligemma.kernels.store import QuantizedStore, QuantizedWeight
 
-FORMAT_VERSION = 1  # of the stored files; older ones are not read
-QUANTIZATIONS = ("int8",)
-# Attention takes two int8 numbers a weight, 9 % of a PaliGemma 3B's: what is rounded there moves where the model looks.
-# In random models it made most of int8's error; without it that is less than bfloat16's.
-FINE_MAPS = ("qkv_proj", "o_proj")
-NUMBERS_AT_ONCE = 2**20  # of a matrix, in float32: what a processor's own memory holds
-SPARE_BYTES = 1_000_000_000  # left free on the disk
-
-QuantizedWeight = tuple[Tensor, Tensor]
-
-log = logging.getLogger(__name__)
-
-
-def checked_quantization(quantize: str | None) -> str | None:
-    """Raise ValueError for what is not a way to quantize."""
-    if quantize is not None and quantize not in QUANTIZATIONS:
-        allowed = ", ".join(repr(name) for name in QUANTIZATIONS)
-        raise ValueError(f"quantize is {quantize!r}; allowed are None (the weights as they are) and {allowed}")
-    return quantize
-
-
-def quantize_in_two(weight: Tensor) -> QuantizedWeight:
-    """A matrix as two: `quantize_weight`'s, and below it what that leaves, in steps 254 times finer.
-
-    Arguments and results as of `quantize_weight`, with twice as many rows; weight is about the sum of the halves.
-    """
-    values, scales = quantize_weight(weight)
-    fine = torch.empty_like(values)
-    for rows in _parts(weight):
-        steps = scales[rows, None]
-        left = weight[rows].float() - values[rows] * steps
-        fine[rows] = (left / steps * (2 * INT8_LEVELS)).round_().to(torch.int8)
-    return torch.cat((values, fine)), torch.cat((scales, scales / (2 * INT8_LEVELS)))
+LEVELS = 127  # symmetric: -127 to 127
+# Attention projections get a second int8 term per weight; they are 9% of PaliGemma 3B. Without it, their rounding error
+# dominates that of random models; with it, int8's total error is below bfloat16's.
+RESIDUAL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+WEIGHTS_PER_BLOCK = 2**20  # quantized at a time in float32, to fit the CPU cache
+ACTIVATIONS_PER_BLOCK = 2**18
 
 
 def quantize_weight(weight: Tensor) -> QuantizedWeight:
-    """Round each output row to 255 evenly spaced values, symmetric about 0.
+    """Round each output channel to 255 evenly spaced values, symmetric about 0.
 
     Args:
-        weight: (out_features, in_features), of any float type, finite.
+        weight: (out_features, in_features), any float dtype, finite.
 
     Returns:
-        int8 values, of the same shape, and float32 scales, (out_features,); weight is about scales * values.
+        int8 values, (out_features, in_features), and float32 scales, (out_features,).
     """
     values = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0])
-    for rows in _parts(weight):
-        wide = weight[rows].float()
-        largest = wide.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * INT8_LEVELS)
-        scales[rows] = largest / INT8_LEVELS
-        values[rows] = (wide / scales[rows, None]).round_().to(torch.int8)
+    for block in _row_blocks(weight, WEIGHTS_PER_BLOCK):
+        wide = weight[block].float()
+        largest = wide.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * LEVELS)
+        scales[block] = largest / LEVELS
+        values[block] = (wide / scales[block, None]).round_().to(torch.int8)
     return values, scales
 
 
-def _parts(weight: Tensor) -> Iterator[slice]:
-    """Its rows, some at a time."""
-    num_rows = max(1, NUMBERS_AT_ONCE // weight.shape[1])
-    return (slice(start, start + num_rows) for start in range(0, weight.shape[0], num_rows))
-
-
-# Kept values ------------------------------------------------------------------------------------------------------
-
-
-def cache_folder() -> Path:
-    """Where quantized weights are kept: `paligemma` in XDG_CACHE_HOME, by default in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paligemma"
-
-
-def content_key(files: Iterable[Path]) -> str:
-    """A name for what the files hold, from their headers, sizes and times of change: other weights get another name.
-
-    Reading the values themselves would take as long as quantizing them.
-    """
-    digest = hashlib.sha256(f"format {FORMAT_VERSION}".encode())
-    for file in files:
-        status = file.stat()
-        digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
-        with file.open("rb") as opened:
-            digest.update(opened.read(int.from_bytes(opened.read(8), "little")))
-    return digest.hexdigest()[:24]
-
-
-class QuantizedStore:
-    """Quantized weights of one checkpoint on the disk, a safetensors file a group of matrices.
-
-    It only saves time: what is missing, damaged or of another version is as if it had never been stored, and what
-    cannot be stored is a warning.
+def quantize_weight_with_residual(weight: Tensor) -> QuantizedWeight:
+    """Quantize a weight, then its rounding error with scales 254 times smaller.
 
     Args:
-        folder: its own for each checkpoint; made when the first file is written.
+        weight: as in `quantize_weight`.
+
+    Returns:
+        int8 values, (2 * out_features, in_features), the residual below the main term, and float32 scales,
+        (2 * out_features,). The weight is approximately the sum of the two halves.
+    """
+    values, scales = quantize_weight(weight)
+    residual = torch.empty_like(values)
+    for block in _row_blocks(weight, WEIGHTS_PER_BLOCK):
+        steps = scales[block, None]
+        error = weight[block].float() - values[block] * steps
+        residual[block] = (error / steps * (2 * LEVELS)).round_().to(torch.int8)
+    return torch.cat((values, residual)), torch.cat((scales, scales / (2 * LEVELS)))
+
+
+def quantize_activations(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Quantize each activation vector, then its rounding error with a scale 2 * levels times smaller.
+
+    Scales are per vector, so that a small vector next to a large one keeps its precision. The residual doubles the
+    arithmetic but not the memory traffic, and makes the activations' rounding error negligible next to the weights'.
+
+    Args:
+        x: (tokens, features), any float dtype.
+        levels: largest integer, at most 127.
+
+    Returns:
+        uint8, (2 * tokens, features), the residuals below the main terms, with zero point `levels + 1`; and float32
+        scales, (tokens, 1).
+    """
+    quantized = torch.empty((2, *x.shape), dtype=torch.uint8)
+    scales = torch.empty((x.shape[0], 1))
+    for block in _row_blocks(x, ACTIVATIONS_PER_BLOCK):
+        largest = x[block].abs().amax(dim=-1, keepdim=True).float()
+        scales[block] = largest.clamp_(min=torch.finfo(torch.float32).tiny * levels).div_(levels)
+        scaled = x[block] / scales[block]
+        main = scaled.round()
+        quantized[1, block] = scaled.sub_(main).mul_(2 * levels).round_().add_(levels + 1)
+        quantized[0, block] = main.add_(levels + 1)
+    return quantized.flatten(0, 1), scales
+
+
+def _row_blocks(matrix: Tensor, max_numbers: int) -> Iterator[slice]:
+    """Slices of rows with at most `max_numbers` elements each."""
+    num_rows = max(1, max_numbers // matrix.shape[1])
+    return (slice(start, start + num_rows) for start in range(0, matrix.shape[0], num_rows))
+
+
+# Kernels ----------------------------------------------------------------------------------------------------------
+
+
+class OneDnnInt8Linear(InferenceLinear):
+    """Integer products of int8 weights and activations quantized by `quantize_activations`.
+
+    Args:
+        values: int8, (out_features, in_features). scales: float32, (out_features,).
+        levels: largest integer of the activations. x86 CPUs without VNNI add two products in 16 bits, which overflow
+            unless activations have 7 bits.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._writable = True
+    def __init__(self, values: Tensor, scales: Tensor, levels: int = LEVELS) -> None:
+        super().__init__(values.shape[1], values.shape[0])
+        self.levels = levels
+        self.packed = torch.ops.onednn.qlinear_prepack(values.contiguous(), None)
+        self.scales = scales
+        self.zero_points = torch.zeros(len(scales), dtype=torch.int64)
+        # The activations' zero point adds a constant to each output; the bias subtracts it.
+        zero_point = torch.full((1, self.in_features), levels + 1, dtype=torch.uint8)
+        self.bias = -self._multiply(zero_point, bias=None)[0]
 
-    @classmethod
-    def of_files(cls, files: Iterable[Path]) -> QuantizedStore:
-        """The store for these weights, in the user's cache folder."""
-        return cls(cache_folder() / f"int8-{content_key(files)}")
+    def forward(self, x: Tensor) -> Tensor:
+        quantized, scales = quantize_activations(x.flatten(0, -2), self.levels)
+        main, residual = self._multiply(quantized, self.bias).chunk(2)
+        products = main.add_(residual, alpha=0.5 / self.levels).mul_(scales)
+        return products.to(x.dtype).unflatten(0, x.shape[:-1])
 
-    def read(self, group: str, names: Iterable[str]) -> dict[str, QuantizedWeight] | None:
-        """The group's matrices by name; None where they have to be made anew."""
-        file = self._file(group)
-        try:
-            with safe_open(file, framework="pt") as opened:
-                stored = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no dict
-                checksum = (opened.metadata() or {}).get("checksum")
-        except FileNotFoundError:
-            return None
-        except (OSError, SafetensorError):
-            stored, checksum = {}, None
-        if checksum is None or checksum != _checksum(stored):
-            log.warning("%s is damaged; it is made anew", file)
-            return None
-        # Copied: kept scales would keep the file's pages in memory.
-        return {name: (stored[f"{name}.values"], stored[f"{name}.scales"].clone()) for name in names}
-
-    def write(self, group: str, weights: Mapping[str, QuantizedWeight]) -> None:
-        """Store a group, whole or not at all. After a failure no further one is tried."""
-        if not self._writable:
-            return
-        tensors = {f"{name}.values": values for name, (values, _) in weights.items()}
-        tensors |= {f"{name}.scales": scales for name, (_, scales) in weights.items()}
-        file = self._file(group)
-        unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.folder)
-            _require_space(self.folder, sum(tensor.nbytes for tensor in tensors.values()))
-            save_file(tensors, unfinished, metadata={"checksum": _checksum(tensors)})
-            os.replace(unfinished, file)
-        except (OSError, SafetensorError) as error:
-            self._writable = False
-            with suppress(OSError):
-                unfinished.unlink()
-            log.warning("int8 weights are not kept, so that the next start quantizes them again: %s", error)
-
-    def _file(self, group: str) -> Path:
-        return self.folder / f"{group}.safetensors"
+    def _multiply(self, quantized: Tensor, bias: Tensor | None) -> Tensor:
+        """uint8 (tokens, in_features) to float32 (tokens, out_features), without the activations' scales."""
+        return torch.ops.onednn.qlinear_pointwise(
+            *(quantized, 1.0, 0, self.packed, self.scales, self.zero_points, bias),
+            *(1.0, 0, torch.float32, "none", [], ""),
+        )
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what processes left that ended while they wrote; an hour is longer than a file takes."""
-    for file in folder.glob("*.unfinished"):
-        with suppress(OSError):
-            if file.stat().st_mtime < time.time() - 3600:
-                file.unlink()
+class OneDnn7BitLinear(OneDnnInt8Linear):
+    """`OneDnnInt8Linear` with 7-bit activations, for CPUs without VNNI."""
+
+    def __init__(self, values: Tensor, scales: Tensor) -> None:
+        super().__init__(values, scales, levels=LEVELS // 2)
 
 
-def _require_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed + SPARE_BYTES > free:
-        raise OSError(f"the disk of {folder} has {free / 1e9:.1f} GB free")
+class WeightOnlyInt8Linear(InferenceLinear):
+    """int8 weights with float activations. Arguments as in `OneDnnInt8Linear`."""
+
+    def __init__(self, values: Tensor, scales: Tensor) -> None:
+        super().__init__(values.shape[1], values.shape[0])
+        self.values = values.contiguous()
+        self.scales = scales
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        return torch._weight_int8pack_mm(flat, self.values, self.scales.to(x.dtype)).unflatten(0, x.shape[:-1])
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    """A sum of each tensor's bytes, eight at a time: a page that was lost or a bit that was flipped changes it."""
-    sums = {}
-    for name, tensor in tensors.items():
-        raw = tensor.flatten().view(torch.uint8)
-        whole = raw.numel() // 8 * 8
-        sums[name] = int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
-    return json.dumps(sums, sort_keys=True)
+class DequantizeInt8Linear(WeightOnlyInt8Linear):
+    """Dequantizes the whole weight in each call: slow, works on every device, and specifies the other kernels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.values.to(x.dtype) * self.scales[:, None].to(x.dtype))
 
 
-class Int8Preparation:
-    """Makes a checkpoint's int8 maps, from the store where it has them.
+class ResidualInt8Linear(InferenceLinear):
+    """A weight from `quantize_weight_with_residual`: the sum of the two halves of `linear`'s outputs."""
 
-    Attributes:
-        backend: what computes, for the badge.
-        hidden_dtype: of the decoder's rows. float32: with bfloat16's own rounding on top, int8's would no longer pass.
-    """
+    def __init__(self, linear: InferenceLinear) -> None:
+        super().__init__(linear.in_features, linear.out_features // 2)
+        self.linear = linear
 
+    def forward(self, x: Tensor) -> Tensor:
+        main, residual = self.linear(x).chunk(2, dim=-1)
+        return main + residual
+
+
+# Backend ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Int8Kernel:
+    """An int8 kernel and its display name; `make` takes int8 values and float32 scales."""
+
+    name: str
+    make: Callable[[Tensor, Tensor], InferenceLinear]
+
+
+# By device type, fastest first; the first kernel that passes the self-check is used.
+INT8_KERNELS = {
+    "cpu": (
+        Int8Kernel("oneDNN", OneDnnInt8Linear),
+        Int8Kernel("oneDNN, 7-bit activations", OneDnn7BitLinear),
+        Int8Kernel("weight-only", WeightOnlyInt8Linear),
+        Int8Kernel("dequantize", DequantizeInt8Linear),
+    )
+}
+DEFAULT_INT8_KERNELS = (Int8Kernel("dequantize", DequantizeInt8Linear),)
+
+
+def choose_int8_kernel(device: torch.device) -> Int8Kernel:
+    """Return the fastest int8 kernel that is accurate on this machine."""
+    kernels = INT8_KERNELS.get(device.type, DEFAULT_INT8_KERNELS)
+    return next((kernel for kernel in kernels if is_accurate(kernel.make, device, torch.float32)), kernels[-1])
+
+
+class Int8Backend:
+    """Builds int8 layers, from cached quantized weights where they exist. Implements `kernels.Backend`."""
+
+    weight_dtype = torch.int8
+    # bfloat16 activations would add their own rounding error and exceed the accuracy bound.
     activation_dtype = torch.float32
 
     def __init__(self, store: QuantizedStore, device: torch.device) -> None:
         self._store, self._device = store, device
         self._kernel = choose_int8_kernel(device)
-        self.backend = f"int8 ({self._kernel.name})"
+        self.name = f"int8 ({self._kernel.name})"
 
-    def make(self, group: str, weights: Mapping[str, Callable[[], Tensor]]) -> dict[str, PreparedLinear]:
-        """A group's maps by name. `weights` read the matrices in their stored type, where the store has none."""
-        quantized = self._store.read(group, weights)
-        if quantized is not None:
-            return self._linears(quantized)
-        quantized = {
-            name: (quantize_in_two if name.endswith(FINE_MAPS) else quantize_weight)(read())
-            for name, read in weights.items()
-        }
-        with ThreadPoolExecutor(1) as pool:  # the disk and the processor at once
-            written = pool.submit(self._store.write, group, quantized)
-            linears = self._linears(quantized)
+    def make(self, name: str, read_weight: Callable[[], Tensor]) -> InferenceLinear:
+        """Build the int8 replacement for module `name`; the weight is read only if the cache does not have it."""
+        has_residual = name.endswith(RESIDUAL_LINEARS)
+        cached = self._store.read(name)
+        if cached is not None:
+            return self._make_linear(cached, has_residual)
+        quantized = (quantize_weight_with_residual if has_residual else quantize_weight)(read_weight())
+        with ThreadPoolExecutor(1) as pool:  # write to disk while the kernel packs the weight
+            written = pool.submit(self._store.write, name, quantized)
+            linear = self._make_linear(quantized, has_residual)
             written.result()
-        return linears
+        return linear
 
-    def _linears(self, quantized: Mapping[str, QuantizedWeight]) -> dict[str, PreparedLinear]:
-        return {name: self._linear(name, *weight) for name, weight in quantized.items()}
-
-    def _linear(self, name: str, values: Tensor, scales: Tensor) -> PreparedLinear:
+    def _make_linear(self, weight: QuantizedWeight, has_residual: bool) -> InferenceLinear:
+        values, scales = weight
         linear = self._kernel.make(values.to(self._device), scales.to(self._device))
-        return TwoPartLinear(linear) if name.endswith(FINE_MAPS) else linear
+        return ResidualInt8Linear(linear) if has_residual else linear

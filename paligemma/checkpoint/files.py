@@ -1,0 +1,177 @@
+"""Files of a checkpoint folder in the hub's layout: config.json, safetensors weights and tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from paligemma.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILE = "tokenizer.json"
+DOWNLOADED_FILES = (
+    CONFIG_FILE,
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    INDEX_FILE,
+    SINGLE_FILE,
+    "model-*-of-*.safetensors",
+)
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MAX_LISTED_NAMES = 8  # in an error message; the rest is counted
+MAX_NAME_LENGTH = 200
+
+
+@contextmanager
+def wrap_os_errors(folder: Path) -> Iterator[None]:
+    """Raise CheckpointError instead of OSError while reading a folder."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            "checkpoint.unreadable",
+            "{folder} cannot be read: {reason}. Check its permissions, or copy it to another disk.",
+            folder=str(folder),
+            reason=str(error),
+        ) from None
+
+
+def require_files(names: Collection[str], place: str) -> None:
+    """Raise CheckpointError unless a folder or repository with these file names may contain a checkpoint.
+
+    Args:
+        place: the folder or hub id, for the message.
+    """
+    if not {SINGLE_FILE, INDEX_FILE} & set(names):
+        raise _missing_weights(names, place)
+    if CONFIG_FILE not in names:
+        raise missing_config(place)
+    if TOKENIZER_FILE in names:
+        return
+    if "tokenizer.model" in names:
+        raise CheckpointError(
+            "checkpoint.tokenizer_model",
+            "{place} has tokenizer.model, but no tokenizer.json. Take it from the same model on the hub, or convert "
+            "with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
+            place=place,
+        )
+    raise CheckpointError(
+        "checkpoint.no_tokenizer",
+        "{place} has no tokenizer.json. Take it from the same model on the hub.",
+        place=place,
+    )
+
+
+def missing_config(place: str) -> CheckpointError:
+    """The error for a folder or repository without config.json."""
+    return CheckpointError(
+        "checkpoint.no_config",
+        "{place} has no config.json. Copy or download the checkpoint again.",
+        place=place,
+    )
+
+
+def _missing_weights(names: Collection[str], place: str) -> CheckpointError:
+    """The error for a folder or repository without safetensors weights, by the kind of weights it has."""
+    if "adapter_config.json" in names:
+        return CheckpointError(
+            "checkpoint.adapter",
+            "{place} contains only a PEFT adapter. Merge it into its base model with peft (merge_and_unload, then "
+            "save_pretrained), and load the merged folder.",
+            place=place,
+        )
+    if _first_match(names, "*.gguf"):
+        return CheckpointError(
+            "checkpoint.gguf",
+            "{place} contains GGUF weights, which are not supported. Use the checkpoint they were converted from, such "
+            "as google/paligemma2-3b-mix-224.",
+            place=place,
+        )
+    if _first_match(names, "*.npz"):
+        return CheckpointError(
+            "checkpoint.npz",
+            "{place} contains big_vision weights (.npz), which are not supported. Use the repository of the same name "
+            "without -jax.",
+            place=place,
+        )
+    pickle = _first_match(names, *PICKLES)
+    if pickle:
+        return CheckpointError(
+            "checkpoint.pickle",
+            "{place} has no safetensors weights, only {file}. Pickle files can execute code and are never opened; "
+            "convert the model with transformers (save_pretrained), or use another revision.",
+            place=place,
+            file=pickle,
+        )
+    return CheckpointError(
+        "checkpoint.no_weights",
+        "{place} has neither model.safetensors nor model.safetensors.index.json. Copy or download the checkpoint "
+        "again.",
+        place=place,
+    )
+
+
+def _first_match(names: Collection[str], *patterns: str) -> str | None:
+    return next((name for name in sorted(names) if any(fnmatch(name, pattern) for pattern in patterns)), None)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the model's safetensors files: the single file, or the shards in the index. Others are ignored."""
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
+    if index.exists():
+        return _read_index(index)
+    raise _missing_weights([path.name for path in folder.iterdir()], str(folder))
+
+
+def _read_index(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(
+            "checkpoint.bad_index",
+            "{index} has no valid weight_map. Copy or download it again.",
+            index=str(index),
+        ) from None
+    if not names or not all(map(_is_plain_name, names)):
+        raise CheckpointError(
+            "checkpoint.bad_index_names",
+            "The weight_map of {index} must list .safetensors files in the same folder, got {names}.",
+            index=str(index),
+            names=format_names(names) or "none",
+        )
+    return [index.parent / name for name in names]
+
+
+def _is_plain_name(name: Any) -> bool:
+    """Whether this is a bare file name; a path could point outside the folder."""
+    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
+
+
+def require_shard(file: Path) -> None:
+    """Raise CheckpointError unless a weight file exists."""
+    if not file.is_file():
+        raise CheckpointError(
+            "checkpoint.missing_shard",
+            "{file} is missing in {folder}. Copy or download it again.",
+            file=file.name,
+            folder=str(file.parent),
+        )
+
+
+def format_names(names: list[Any]) -> str:
+    """Join names for a message; a long list is cut and its rest counted."""
+    more = f", and {len(names) - MAX_LISTED_NAMES} more" if len(names) > MAX_LISTED_NAMES else ""
+    return ", ".join(str(name)[:MAX_NAME_LENGTH] for name in names[:MAX_LISTED_NAMES]) + more

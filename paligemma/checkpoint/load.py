@@ -1,0 +1,267 @@
+"""Load a checkpoint's model, without a second copy of its weights in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from paligemma import kernels
+from paligemma.checkpoint.devices import dtype_name, resolve_device, resolve_dtype
+from paligemma.checkpoint.files import CONFIG_FILE, missing_config, weight_files, wrap_os_errors
+from paligemma.checkpoint.hub import Progress
+from paligemma.checkpoint.layout import (
+    EMBEDDING,
+    HEAD,
+    STORED_DTYPES,
+    StoredTensor,
+    check_head,
+    check_tensors,
+    main_dtype,
+    read_headers,
+    split_head,
+)
+from paligemma.checkpoint.memory import available_memory, format_gigabytes, require_memory
+from paligemma.config import PaliGemmaConfig
+from paligemma.errors import CheckpointError
+from paligemma.modeling import PaliGemmaForConditionalGeneration
+
+log = logging.getLogger("paligemma.checkpoint")
+
+
+def load_model(
+    folder: str | Path,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    progress: Progress | None = None,
+    trainable: bool = False,
+) -> PaliGemmaForConditionalGeneration:
+    """Load a checkpoint's model in `eval()` mode.
+
+    On the CPU, weights in the requested dtype are memory-mapped copy-on-write, so the file is never changed. Other
+    weights are read, converted and moved one tensor at a time.
+
+    Args:
+        folder: contains config.json and the weights, in any of the four layouts.
+        device: "auto" (CUDA, else MPS, else CPU) or a device.
+        dtype: "auto" (the stored dtype; of mixed ones that of most weights), "float32", "bfloat16" or "float16".
+        progress: called with ("loading", bytes done, total bytes) after each tensor.
+        trainable: whether parameters require gradients.
+
+    Raises:
+        CheckpointError: before weights are read, if files are missing or damaged, do not match config.json, or do not
+            fit into memory.
+        InputError: for a device or dtype that is not available.
+    """
+    model, tensors, resolved_device, resolved_dtype = _open(Path(folder), device, dtype)
+    counter = _ProgressCounter(progress, tensors.values())
+    _load_weights(model, tensors, resolved_device, resolved_dtype, counter)
+    return model.requires_grad_(trainable).eval()
+
+
+def load_for_inference(
+    folder: str | Path,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    quantize: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[PaliGemmaForConditionalGeneration, str]:
+    """Load a checkpoint's model with the fastest linear layers for this machine.
+
+    The decoder's and the head's linear layers may be replaced by packed or quantized ones, read and converted one at a
+    time. Such a model cannot be trained, moved or saved.
+
+    Args:
+        quantize: None, or "int8" for int8 weights in the decoder and the head.
+        folder, device, dtype, progress: see `load_model`, as for the errors.
+
+    Returns:
+        The model and the name of its backend, such as "bfloat16 (packed for oneDNN)".
+    """
+    folder = Path(folder)
+    model, tensors, resolved_device, resolved_dtype = _open(folder, device, dtype)
+    weights = _decoder_weights(model, tensors)
+    backend = _choose_backend(quantize, weights.values(), folder, resolved_device, resolved_dtype)
+    if backend is None:
+        _load_weights(model, tensors, resolved_device, resolved_dtype, _ProgressCounter(progress, tensors.values()))
+        name, plain_part = dtype_name(resolved_dtype), "prefill"
+    else:
+        # The embedding is read twice: as the embedding and as the tied head.
+        counter = _ProgressCounter(progress, [*tensors.values(), tensors[EMBEDDING]])
+        skipped = {f"{module}.weight" for module in weights} - {HEAD}
+        _load_weights(model, tensors, resolved_device, resolved_dtype, counter, skipped)
+        model.activation_dtype = backend.activation_dtype
+        readers = {module: partial(_read_unmapped, tensor) for module, tensor in weights.items()}
+        with wrap_os_errors(folder):
+            kernels.replace_linears(model, readers, backend, lambda module: counter.add(weights[module]))
+        name, plain_part = backend.name, "vision tower"
+    if not kernels.has_fast_matmul(resolved_device, resolved_dtype):
+        kernels.use_float32_matmul(model)
+        name = f"{name}, {plain_part} in float32"
+    return model.requires_grad_(False).eval(), name
+
+
+def _decoder_weights(
+    model: PaliGemmaForConditionalGeneration, tensors: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """The stored weights of the decoder's and the head's linear layers, by module name."""
+    names = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    decoder = (name for name in names if name.startswith("language_model."))
+    return {name: tensors[EMBEDDING if f"{name}.weight" == HEAD else f"{name}.weight"] for name in decoder}
+
+
+def _choose_backend(
+    quantize: str | None, weights: Collection[StoredTensor], folder: Path, device: torch.device, dtype: torch.dtype
+) -> kernels.Backend | None:
+    """The backend for this machine; None if plain linear layers are best or packing does not fit into memory."""
+    backend = kernels.choose_backend(quantize, device, dtype, weight_files(folder))
+    if backend is None:
+        return None
+    sizes = [weight.num_elements for weight in weights]
+    needed = (sum(sizes) + max(sizes)) * backend.weight_dtype.itemsize  # one weight exists twice while it is converted
+    if quantize is not None:
+        require_memory(needed, device, backend.weight_dtype, str(folder))
+    elif needed > available_memory(device).available:
+        log.warning("Too little memory is available to pack the weights of %s; they are used unpacked.", folder)
+        return None
+    return backend
+
+
+def _open(
+    folder: Path, device: str | torch.device, dtype: str | torch.dtype
+) -> tuple[PaliGemmaForConditionalGeneration, dict[str, StoredTensor], torch.device, torch.dtype]:
+    """The empty model, its stored tensors, checked against the configuration, and the resolved device and dtype."""
+    resolved_device, resolved_dtype = resolve_device(device), resolve_dtype(dtype)
+    model = build_empty_model(read_config(folder))
+    with wrap_os_errors(folder):
+        tensors, head = split_head(read_headers(weight_files(folder)))
+        check_tensors(tensors, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, folder)
+        if head is not None:
+            check_head(head, tensors[EMBEDDING])
+    return model, tensors, resolved_device, resolved_dtype or main_dtype(tensors.values())
+
+
+def read_config(folder: Path, name: str | None = None) -> PaliGemmaConfig:
+    """Read the configuration of a checkpoint folder.
+
+    Args:
+        name: the checkpoint's name in messages; None: the folder.
+
+    Raises:
+        CheckpointError: if config.json is missing or describes an unsupported model.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        raise missing_config(str(folder))
+    try:
+        return PaliGemmaConfig.from_folder(folder)
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(
+            "checkpoint.unsupported_config",
+            "{name} cannot be loaded: {reason}",
+            name=name or str(folder),
+            reason=str(error),
+        ) from None
+
+
+def build_empty_model(config: PaliGemmaConfig) -> PaliGemmaForConditionalGeneration:
+    """Build the model on the meta device: all names and shapes, without memory for weights."""
+    with torch.device("meta"), _SkipInitialization():
+        return PaliGemmaForConditionalGeneration(config)
+
+
+class _SkipInitialization(TorchFunctionMode):
+    """Skips `torch.nn.init`, which imports PyTorch's compiler for meta tensors (several seconds and 70 MB)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "__module__", None) == torch.nn.init.__name__:
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+# Weights ----------------------------------------------------------------------------------------------------------
+
+
+class _ProgressCounter:
+    """Reports bytes read to a progress function."""
+
+    def __init__(self, progress: Progress | None, tensors: Iterable[StoredTensor]) -> None:
+        self._progress = progress
+        self._total = sum(tensor.num_bytes for tensor in tensors)
+        self._done = 0
+
+    def add(self, tensor: StoredTensor) -> None:
+        self._done += tensor.num_bytes
+        if self._progress is not None:
+            self._progress("loading", self._done, self._total)
+
+
+def _load_weights(
+    model: PaliGemmaForConditionalGeneration,
+    tensors: Mapping[str, StoredTensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    counter: _ProgressCounter,
+    skipped: Collection[str] = (),
+) -> None:
+    """Load weights into the empty model; skipped parameters stay on the meta device."""
+    loaded = {name: tensor for name, tensor in tensors.items() if name not in skipped}
+    folder = tensors[EMBEDDING].file.parent
+    check_memory(loaded.values(), device, dtype, folder)
+    with wrap_os_errors(folder):
+        state = _read_tensors(loaded, device, dtype, counter)
+    empty = {name: torch.empty(tensors[name].shape, device="meta") for name in skipped}
+    model.load_state_dict({**state, **empty, HEAD: state[EMBEDDING]}, strict=True, assign=True)
+    model.tie_weights()
+
+
+def check_memory(tensors: Collection[StoredTensor], device: torch.device, dtype: torch.dtype, folder: Path) -> None:
+    """Raise CheckpointError unless memory suffices for the weights that are not memory-mapped.
+
+    Memory-mapped weights can be dropped from memory and read again; if they exceed the total memory, that happens for
+    every token, so a warning is logged.
+    """
+    memory = available_memory(device)
+    copied = [tensor for tensor in tensors if not _is_memory_mapped(tensor, device, dtype)]
+    needed = sum(tensor.num_elements * dtype.itemsize for tensor in copied)
+    needed += max((tensor.num_bytes for tensor in copied), default=0)  # one tensor exists twice during conversion
+    require_memory(needed, device, dtype, str(folder), dtype_name(main_dtype(tensors)))
+    mapped = sum(tensor.num_bytes for tensor in tensors) - sum(tensor.num_bytes for tensor in copied)
+    if needed + mapped > memory.total:
+        log.warning(
+            "The weights of %s need %s, but this machine has only %s of memory. They will be read from disk for every "
+            "token, which is slow.",
+            *(folder, format_gigabytes(needed + mapped), format_gigabytes(memory.total)),
+        )
+
+
+def _is_memory_mapped(tensor: StoredTensor, device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and STORED_DTYPES[tensor.dtype] == dtype
+
+
+def _read_tensors(
+    tensors: Mapping[str, StoredTensor], device: torch.device, dtype: torch.dtype, counter: _ProgressCounter
+) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for file in dict.fromkeys(tensor.file for tensor in tensors.values()):
+        with safe_open(file, framework="pt") as opened:
+            for name, tensor in tensors.items():
+                if tensor.file != file:
+                    continue
+                is_mapped = _is_memory_mapped(tensor, device, dtype)
+                weight = opened.get_tensor(tensor.key) if is_mapped else _read_unmapped(tensor)
+                state[name] = weight.to(device=device, dtype=dtype)
+                counter.add(tensor)
+    return state
+
+
+def _read_unmapped(tensor: StoredTensor) -> Tensor:
+    """Read a tensor through a mapping of its own, which is released together with the tensor."""
+    with safe_open(tensor.file, framework="pt") as opened:
+        return opened.get_tensor(tensor.key)
