@@ -5,28 +5,23 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fake_model import PROCESSOR, FakeModel, fake_inspection, make_candidate, make_step
 from PIL import Image, ImageColor
-from tiny_models import tiny_model, tiny_processor
 
-from paligemma.generation import GenerationOptions, GenerationResult, NonFiniteLogitsError, Sampling
+from paligemma.generation import GenerationResult, Sampling
 from paligemma.masks import MaskDecoder, decode_rle
-from paligemma.pipeline import PaliGemma
-from paligemma.webapp import events, messages, run_file
+from paligemma.webapp import events, run_file
 from paligemma.webapp.examples import example_chips, load_examples
 from paligemma.webapp.images import MAX_PIXELS, PREVIEW_SIDE, image_view_state, make_input_image, open_image
 from paligemma.webapp.render import attention, objects, token_strip
 from paligemma.webapp.requests import MAX_PROMPT_CHARACTERS, read_request, uploaded_path
 from paligemma.webapp.runs import MAX_RUNS, History, Run, run_tree
-from paligemma.webapp.tasks import BUNDLED_NOTE, MIX_TASKS, NOTES, apply_task, note_on, tasks_of
+from paligemma.webapp.tasks import BUNDLED_NOTE, MIX_TASKS, apply_task, note_on, tasks_of
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -611,92 +606,3 @@ def test_only_what_gradio_stored_is_a_path():
         {"path": 1, **marked},
     ):
         assert uploaded_path(upload) is None
-
-
-# Words
-
-
-def test_errors_of_the_library_are_shown_and_others_are_not():
-    assert messages.describe_error(ValueError("top_n is 99")) == "top_n is 99"
-    assert messages.describe_error(NonFiniteLogitsError("test", "load it in bfloat16")) == "load it in bfloat16"
-    assert "memory" in messages.describe_error(MemoryError())
-    secret = messages.describe_error(RuntimeError("hf_secret"))
-    assert "hf_secret" not in secret and "RuntimeError" in secret
-
-
-def test_the_summary_names_the_settings_of_chance_only_where_it_had_a_part():
-    run = make_run(1, "▁a")
-    assert messages.format_message(messages.summary(run)).startswith(
-        "The answer is complete · 2 tokens · picture 0.01 s"
-    )
-    assert "seed" not in messages.format_message(messages.summary(run))
-    run.request |= {"temperature": 0.5, "top_k": 40}
-    assert messages.format_message(messages.summary(run)).endswith(" · temperature 0.5 · top-k 40 · seed 7")
-    run.request |= {"top_k": 0, "top_p": 0.9}
-    assert messages.format_message(messages.run_shown(run)) == "Run 1 · 2 tokens · temperature 0.5 · top-p 0.9 · seed 7"
-    run.finish(None)
-    assert messages.format_message(messages.summary(run)) == "Stopped · 2 tokens · temperature 0.5 · top-p 0.9 · seed 7"
-
-
-def test_the_badge_says_that_logits_are_soft_capped():
-    assert messages.model_line("m", 3_700_000, "bfloat16", "cpu", None) == "m · 3.7 M · bfloat16 · cpu"
-    assert "soft-capped at ±30" in messages.model_line("m", 2_923_335_408, "float32", "cuda:0", 30.0)
-
-
-def library_errors() -> list[str]:
-    """What a visitor may be told by the library, and by the parts of the view that read what was sent."""
-    faults: list[Callable[[], Any]] = [
-        lambda: Sampling(temperature=-1),
-        lambda: Sampling(top_k=-1),
-        lambda: Sampling(top_p=2),
-        lambda: GenerationOptions(max_new_tokens=0),
-        lambda: read_request("x" * 3000, **OPTIONS),
-        lambda: read_request("a", **{**OPTIONS, "top_k": "a"}),
-        lambda: read_request("a", **{**OPTIONS, "top_p": "a"}),
-        lambda: read_request("a", **{**OPTIONS, "seed": 1e300}),
-        lambda: open_image(Path(__file__)),
-        lambda: open_image("there is no such file"),
-        lambda: run_file.read_run(b"{}", 1),
-        lambda: run_file.read_run(b"{", 1),
-        lambda: PaliGemma(tiny_model(), tiny_processor()).stream(Image.new("RGB", (9, 9)), "a", max_new_tokens=10**6),
-    ]
-    said = [messages.describe_error(RuntimeError()), messages.describe_error(MemoryError())]
-    for fault in faults:
-        with pytest.raises(ValueError) as raised:
-            fault()
-        said.append(messages.describe_error(raised.value))
-    return said
-
-
-def test_errors_of_the_library_fit_a_sentence_that_has_a_translation():
-    """The page does the same in `retell` of page.js."""
-    chinese = json.loads((ASSETS / "page" / "messages.json").read_text(encoding="utf-8"))["zh"]
-    patterns = [".+?".join(map(re.escape, re.split(r"\{\w+\}", sentence))) for sentence in chinese]
-    for text in library_errors():
-        assert any(re.fullmatch(pattern, text, re.DOTALL) for pattern in patterns), text
-
-
-def spoken_texts() -> set[str]:
-    """Every English text that the page says: in the scripts' t("..."), and in Python's notices."""
-    scripts = "\n".join(path.read_text(encoding="utf-8") for path in ASSETS.glob("page/*.js"))
-    found = set(re.findall(r'\bt\(\s*"([^"]+)"', scripts)) - {"color by ", "problem: "}
-    sources = [ASSETS.parent / "app.py", *(ASSETS.parent / "paligemma/view").glob("*.py")]
-    code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    found |= set(re.findall(r'notice\(\s*"\w+",\s*"([^"]+)"', code))
-    found |= set(re.findall(r'\b(?:label|placeholder|info|text)="([^"]+)"', code)) - {"event", "inspection"}
-    found |= {messages.NO_MODEL, messages.RUN_EXPIRED, *messages.FINISHED.values(), BUNDLED_NOTE, *NOTES.values()}
-    found |= {title for title, _ in (*token_strip.CANDIDATE_COLUMNS, *attention.LENS_COLUMNS)}
-    return found
-
-
-def test_every_text_of_the_page_has_a_chinese_translation_with_the_same_holes():
-    chinese = json.loads((ASSETS / "page" / "messages.json").read_text(encoding="utf-8"))["zh"]
-    untranslated = {
-        text
-        for text in spoken_texts()
-        if text.startswith(("token ids to", "the ids of", "which of", "seconds", "one of", "empty: ", "caption en · "))
-    }
-    assert spoken_texts() - untranslated - chinese.keys() == set()
-    holes = re.compile(r"\{\w+\}")
-    for english, translated in chinese.items():
-        assert set(holes.findall(english)) == set(holes.findall(translated)), english
