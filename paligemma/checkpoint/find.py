@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from paligemma.checkpoint import hub
+from paligemma.checkpoint import hub, memory
 from paligemma.checkpoint.devices import dtype_name, is_fast_in_bfloat16, resolve_device, resolve_dtype
 from paligemma.checkpoint.files import DOWNLOADED_FILES, require_files, require_shard, weight_files, wrap_os_errors
 from paligemma.checkpoint.load import read_config
-from paligemma.checkpoint.memory import available_memory, require_memory
 from paligemma.errors import CheckpointError
 from paligemma.paths import BUNDLED_MODEL
 
@@ -130,8 +129,8 @@ def _check_config(folder: Path, name: str, device: torch.device, dtype: torch.dt
     config = read_config(folder, name)
     needed = config.approximate_parameters * dtype.itemsize
     is_memory_mapped = device.type == "cpu" and config.dtype == dtype_name(dtype)
-    if needed > available_memory(device).total and not is_memory_mapped:
-        require_memory(needed, device, dtype, name, config.dtype)
+    if needed > memory.available_memory(device).total and not is_memory_mapped:
+        memory.require_memory(needed, device, dtype, name, config.dtype)
 
 
 def check_folder(folder: Path) -> None:

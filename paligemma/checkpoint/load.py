@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paligemma import kernels
+from paligemma.checkpoint import memory
 from paligemma.checkpoint.devices import dtype_name, resolve_device, resolve_dtype
 from paligemma.checkpoint.files import CONFIG_FILE, missing_config, weight_files, wrap_os_errors
 from paligemma.checkpoint.hub import Progress
@@ -28,7 +29,6 @@ from paligemma.checkpoint.layout import (
     read_headers,
     split_head,
 )
-from paligemma.checkpoint.memory import available_memory, format_gigabytes, require_memory
 from paligemma.config import PaliGemmaConfig
 from paligemma.errors import CheckpointError
 from paligemma.modeling import PaliGemmaForConditionalGeneration
@@ -127,8 +127,8 @@ def _choose_backend(
     sizes = [weight.num_elements for weight in weights]
     needed = (sum(sizes) + max(sizes)) * backend.weight_dtype.itemsize  # one weight exists twice while it is converted
     if quantize is not None:
-        require_memory(needed, device, backend.weight_dtype, str(folder))
-    elif needed > available_memory(device).available:
+        memory.require_memory(needed, device, backend.weight_dtype, str(folder))
+    elif needed > memory.available_memory(device).available:
         log.warning("Too little memory is available to pack the weights of %s; they are used unpacked.", folder)
         return None
     return backend
@@ -227,17 +227,17 @@ def check_memory(tensors: Collection[StoredTensor], device: torch.device, dtype:
     Memory-mapped weights can be dropped from memory and read again; if they exceed the total memory, that happens for
     every token, so a warning is logged.
     """
-    memory = available_memory(device)
+    total = memory.available_memory(device).total
     copied = [tensor for tensor in tensors if not _is_memory_mapped(tensor, device, dtype)]
     needed = sum(tensor.num_elements * dtype.itemsize for tensor in copied)
     needed += max((tensor.num_bytes for tensor in copied), default=0)  # one tensor exists twice during conversion
-    require_memory(needed, device, dtype, str(folder), dtype_name(main_dtype(tensors)))
+    memory.require_memory(needed, device, dtype, str(folder), dtype_name(main_dtype(tensors)))
     mapped = sum(tensor.num_bytes for tensor in tensors) - sum(tensor.num_bytes for tensor in copied)
-    if needed + mapped > memory.total:
+    if needed + mapped > total:
         log.warning(
             "The weights of %s need %s, but this machine has only %s of memory. They will be read from disk for every "
             "token, which is slow.",
-            *(folder, format_gigabytes(needed + mapped), format_gigabytes(memory.total)),
+            *(folder, memory.format_gigabytes(needed + mapped), memory.format_gigabytes(total)),
         )
 
 
