@@ -1,21 +1,24 @@
-"""The language model: Gemma (arXiv 2403.08295) and Gemma 2 (arXiv 2408.00118), as a decoder for PaliGemma.
+"""Gemma (arXiv 2403.08295) and Gemma 2 (arXiv 2408.00118), the language model of PaliGemma.
 
-Axes in comments: B sequences, T new tokens (queries), S keys (cached and new), H query heads, K key-value heads,
-D features of a head.
+Axes: B batch, T new tokens (queries), S keys (cached and new tokens), H query heads, K key/value heads, D head dim.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paligemma.attention_mask import check_additive_mask, limit_to_window
 from paligemma.config import GemmaConfig
 from paligemma.kv_cache import KVCache
 
-QUERY_BLOCK = 256  # queries whose scores are held at once by the plain attention; bounds memory at 896 pixels
+QUERY_BLOCK = 256  # queries per block in `plain_attention`; bounds the memory of the scores at 896 pixels
 
-# Pure mathematics ---------------------------------------------------------------------------------------------
+# Functions --------------------------------------------------------------------------------------------------------
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -25,14 +28,14 @@ def rotate_half(x: Tensor) -> Tensor:
 
 
 def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + D/2]) by its position's angle (RoPE, Su et al., arXiv 2104.09864, eq. 34).
+    """Apply rotary position embeddings to queries or keys (RoPE, Su et al., arXiv 2104.09864, eq. 34).
 
     Args:
-        x: queries or keys, (B, heads, T, D); rotated in float32, returned in its own type.
-        cos, sin: float32, (B or 1, 1, T, D).
+        x: (B, heads, T, D). Pairs (x[i], x[i + D/2]) are rotated in float32; the result has the dtype of x.
+        cos, sin: float32, (B or 1, 1, T, D), from `GemmaRotaryEmbedding`.
     """
-    wide = x.float()
-    return (wide * cos + rotate_half(wide) * sin).to(x.dtype)
+    x_float = x.float()
+    return (x_float * cos + rotate_half(x_float) * sin).to(x.dtype)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -43,14 +46,14 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 def attention_weights(
     queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """softmax(cap(scale Q K^T) + mask): how much each query takes from each key.
+    """Compute softmax(soft_cap(scale * Q K^T) + mask).
 
     Args:
-        queries: (B, H, T, D). keys: (B, K, S, D), each serving H / K query heads.
+        queries: (B, H, T, D). keys: (B, K, S, D); each key head serves H / K query heads.
         mask: additive, (B or 1, 1, T, S), or None.
 
     Returns:
-        float32, (B, H, T, S); each row sums to 1.
+        float32, (B, H, T, S); sums to 1 over the keys.
     """
     keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
     scores = (queries @ keys.transpose(-1, -2)).float() * scale
@@ -64,33 +67,28 @@ def attention_weights(
 def plain_attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """Attention as it is written in the papers, some queries at a time. The specification of `attention`.
-
-    Shapes as in `attention`.
-    """
-    repeated = values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
-    blocks = []
+    """Compute attention from `attention_weights`, a block of queries at a time. Shapes as in `attention`."""
+    values = values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
+    outputs = []
     for start in range(0, queries.shape[2], QUERY_BLOCK):
-        rows = slice(start, start + QUERY_BLOCK)
-        block_mask = None if mask is None else mask[:, :, rows]
-        weights = attention_weights(queries[:, :, rows], keys, block_mask, scale, softcap)
-        blocks.append(weights.to(values.dtype) @ repeated)
-    return torch.cat(blocks, dim=2)
+        block = slice(start, start + QUERY_BLOCK)
+        block_mask = None if mask is None else mask[:, :, block]
+        weights = attention_weights(queries[:, :, block], keys, block_mask, scale, softcap)
+        outputs.append(weights.to(values.dtype) @ values)
+    return torch.cat(outputs, dim=2)
 
 
 def attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """What each query reads: attention_weights(...) @ values.
-
-    PyTorch's fused attention has no soft-cap, so Gemma 2 takes the plain one.
+    """Compute attention, with PyTorch's fused kernel unless a soft-cap (Gemma 2) is needed, which it lacks.
 
     Args:
         queries: (B, H, T, D). keys, values: (B, K, S, D).
-        mask: additive, (B or 1, 1, T, S), in the queries' type; None: every query sees every key.
+        mask: additive, (B or 1, 1, T, S), in the dtype of the queries; None: every query sees every key.
 
     Returns:
-        (B, H, T, D), in the queries' type.
+        (B, H, T, D), in the dtype of the queries.
     """
     if softcap is not None:
         return plain_attention(queries, keys, values, mask, scale, softcap)
@@ -98,49 +96,7 @@ def attention(
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-def checked_mask(mask: Tensor, num_keys: int, embeddings: Tensor) -> Tensor:
-    """A caller's additive mask in the embeddings' type, finite.
-
-    Args:
-        embeddings: (B, T, hidden).
-
-    Raises ValueError unless the mask is of a float type and (B or 1, 1, T, num_keys): a bool mask would be added as 0
-    and 1, and another shape might be stretched to fit.
-    """
-    batch, num_queries = embeddings.shape[:2]
-    allowed = [(rows, 1, num_queries, num_keys) for rows in (batch, 1)]
-    if not mask.is_floating_point() or tuple(mask.shape) not in allowed:
-        raise ValueError(
-            f"attention_mask is {tuple(mask.shape)}, {mask.dtype}; it is added to the scores (0: seen, very negative: "
-            f"hidden), so it must be of a float type and {allowed[0]}"
-        )
-    return mask.to(embeddings.dtype).clamp(min=torch.finfo(embeddings.dtype).min)
-
-
-def limit_to_window(mask: Tensor | None, num_queries: int, num_keys: int, window: int, like: Tensor) -> Tensor | None:
-    """Hide from each generated token the keys that lie `window` or more tokens back.
-
-    The queries are the last `num_queries` of `num_keys` tokens. With window 3, two new tokens behind a
-    cache of four (x: hidden) see
-
-        [[x x 0 0 0 -]      "-" is what the causal mask hides already
-         [x x x 0 0 0]]
-
-    Args:
-        mask: additive mask to tighten, (B or 1, 1, T, S), or None.
-        like: a tensor whose type and device the mask takes.
-    """
-    if num_keys <= window:
-        return mask
-    query_index = torch.arange(num_keys - num_queries, num_keys, device=like.device)[:, None]
-    too_old = torch.arange(num_keys, device=like.device)[None, :] <= query_index - window
-    hidden = torch.finfo(like.dtype).min
-    if mask is None:
-        mask = torch.zeros((1, 1, num_queries, num_keys), dtype=like.dtype, device=like.device)
-    return mask.masked_fill(too_old, hidden)
-
-
-# Modules, from the smallest to the whole ------------------------------------------------------------------------
+# Modules ----------------------------------------------------------------------------------------------------------
 
 
 class GemmaRMSNorm(nn.Module):
@@ -152,13 +108,13 @@ class GemmaRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        x_float = x.float()
+        normalized = x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + self.eps)
         return (normalized * (1.0 + self.weight.float())).to(x.dtype)
 
 
 class GemmaRotaryEmbedding(nn.Module):
-    """The angles of RoPE: position / theta^(2i/D) for i < D/2, once for each half of a head."""
+    """Cosines and sines of the RoPE angles: position / theta^(2i/D) for i < D/2, repeated for both halves of a head."""
 
     def __init__(self, config: GemmaConfig) -> None:
         super().__init__()
@@ -166,7 +122,7 @@ class GemmaRotaryEmbedding(nn.Module):
         self.theta = config.rope_theta
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(B or 1, T) integer positions -> cosines and sines, float32, (B or 1, 1, T, D)."""
+        """Map integer positions (B or 1, T) to cosines and sines, float32, (B or 1, 1, T, D)."""
         exponents = torch.arange(0, self.dim, 2, device=position_ids.device, dtype=torch.float32) / self.dim
         angles = position_ids[:, None, :, None].float() * (1.0 / self.theta**exponents)
         angles = torch.cat((angles, angles), dim=-1)
@@ -174,7 +130,7 @@ class GemmaRotaryEmbedding(nn.Module):
 
 
 class GemmaAttention(nn.Module):
-    """Multi-query (one key-value head) or grouped-query attention with rotary positions and a cache."""
+    """Multi-query (one key/value head) or grouped-query attention with rotary positions and a KV cache."""
 
     def __init__(self, config: GemmaConfig, layer_idx: int) -> None:
         super().__init__()
@@ -184,44 +140,25 @@ class GemmaAttention(nn.Module):
         self.softcap = config.attn_logit_softcapping
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.sizes = (query_size, key_size, key_size)
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
-        self.qkv_proj: nn.Module | None = None  # stands for the first three, once the weights are prepared
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """(B, T, hidden) to queries (B, T, H * D), keys and values (B, T, K * D)."""
-        if self.qkv_proj is not None:
-            return self.qkv_proj(hidden_states).split(self.sizes, dim=-1)
-        return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+    def split_heads(self, x: Tensor) -> Tensor:
+        """(B, T, heads * D) -> (B, heads, T, D)."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def queries_keys_values(
-        self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project (B, T, hidden) to rotated queries (B, H, T, D), rotated keys and values (B, K, T, D)."""
-        queries, keys, values = (
-            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for projected in self.project(hidden_states)
-        )
-        return apply_rotary_pos_emb(queries, *rotary), apply_rotary_pos_emb(keys, *rotary), values
-
-    def weights_of_last_queries(
-        self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, count: int
-    ) -> Tensor:
-        """What each of the last `count` of T tokens takes from all, float32, (B, H, count, T); as for `forward`."""
-        queries, keys, _ = self.queries_keys_values(hidden_states, rotary)
-        last_mask = None if mask is None else mask[:, :, -count:]
-        return attention_weights(queries[:, :, -count:], keys, last_mask, self.scale, self.softcap)
+    def queries_and_keys(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Project (B, T, hidden) to rotated queries (B, H, T, D) and rotated keys (B, K, T, D)."""
+        queries, keys = self.split_heads(self.q_proj(hidden_states)), self.split_heads(self.k_proj(hidden_states))
+        return apply_rotary_pos_emb(queries, *rotary), apply_rotary_pos_emb(keys, *rotary)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        kv_cache: KVCache | None,
+        self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, kv_cache: KVCache | None
     ) -> Tensor:
-        queries, keys, values = self.queries_keys_values(hidden_states, rotary)
+        queries, keys = self.queries_and_keys(hidden_states, rotary)
+        values = self.split_heads(self.v_proj(hidden_states))
         if kv_cache is not None:
             keys, values = kv_cache.update(keys, values, self.layer_idx)
         attended = attention(queries, keys, values, mask, self.scale, self.softcap)
@@ -229,25 +166,21 @@ class GemmaAttention(nn.Module):
 
 
 class GemmaMLP(nn.Module):
-    """GeGLU: down(gelu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), with the tanh GELU."""
+    """GeGLU: down(gelu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), with the tanh approximation of GELU."""
 
     def __init__(self, config: GemmaConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.gate_up_proj: nn.Module | None = None  # stands for the first two, once the weights are prepared
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if self.gate_up_proj is not None:
-            gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
-        else:
-            gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
-        return self.down_proj(F.gelu(gate, approximate="tanh") * up)
+        gate = F.gelu(self.gate_proj(hidden_states), approximate="tanh")
+        return self.down_proj(gate * self.up_proj(hidden_states))
 
 
 class GemmaLayer(nn.Module):
-    """Gemma 1: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Gemma 1 block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: GemmaConfig, layer_idx: int) -> None:
         super().__init__()
@@ -258,19 +191,29 @@ class GemmaLayer(nn.Module):
         self.input_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        kv_cache: KVCache | None,
+    def attention_weights(
+        self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, num_queries: int
     ) -> Tensor:
+        """Attention weights of the last `num_queries` tokens, without a cache; other arguments as for `forward`.
+
+        Returns:
+            float32, (B, H, num_queries, T).
+        """
+        queries, keys = self.self_attn.queries_and_keys(self.input_layernorm(hidden_states), rotary)
+        mask = None if mask is None else mask[:, :, -num_queries:]
+        scale, softcap = self.self_attn.scale, self.self_attn.softcap
+        return attention_weights(queries[:, :, -num_queries:], keys, mask, scale, softcap)
+
+    def forward(
+        self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, kv_cache: KVCache | None
+    ) -> Tensor:
+        """Transform (B, T, hidden); `rotary` is from `GemmaRotaryEmbedding`, `mask` as for `attention`."""
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), rotary, mask, kv_cache)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class Gemma2Layer(GemmaLayer):
-    """Gemma 2: x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+    """Gemma 2 block: x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
     def __init__(self, config: GemmaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -278,11 +221,7 @@ class Gemma2Layer(GemmaLayer):
         self.post_feedforward_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        kv_cache: KVCache | None,
+        self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, kv_cache: KVCache | None
     ) -> Tensor:
         attended = self.self_attn(self.input_layernorm(hidden_states), rotary, mask, kv_cache)
         hidden_states = hidden_states + self.post_attention_layernorm(attended)
@@ -292,9 +231,11 @@ class Gemma2Layer(GemmaLayer):
 
 LAYER_CLASSES = {"gemma": GemmaLayer, "gemma2": Gemma2Layer}
 
+LayerObserver = Callable[[GemmaLayer, Tensor, tuple[Tensor, Tensor], Tensor | None], None]
+
 
 class GemmaModel(nn.Module):
-    """Embedding table, layers, last normalization."""
+    """Token embeddings, decoder layers and final norm."""
 
     def __init__(self, config: GemmaConfig) -> None:
         super().__init__()
@@ -306,64 +247,58 @@ class GemmaModel(nn.Module):
         self.rotary_emb = GemmaRotaryEmbedding(config)
 
     def scale_embeddings(self, embeddings: Tensor) -> Tensor:
-        """Multiply by sqrt(hidden_size), the factor rounded to the embeddings' type as in training."""
+        """Multiply token embeddings by sqrt(hidden_size), rounded to their dtype as in training."""
         factor = torch.tensor(self.config.hidden_size**0.5, dtype=embeddings.dtype)
         return embeddings * factor.item()
 
     def forward(
         self,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        kv_cache: KVCache | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Unscaled embeddings (B, T, hidden) to normalized features; the arguments are `GemmaForCausalLM`'s."""
-        if inputs_embeds is None:
-            raise ValueError("inputs_embeds is missing; embed the ids with get_input_embeddings() first")
-        num_tokens, past = inputs_embeds.shape[1], kv_cache.num_items() if kv_cache is not None else 0
-        if attention_mask is not None:
-            attention_mask = checked_mask(attention_mask, past + num_tokens, inputs_embeds)
-        sliding_attention_mask = attention_mask
-        if past and self.config.sliding_window is not None:  # without a past it is a prefix, which sees all of itself
-            sliding_attention_mask = limit_to_window(
-                attention_mask, num_tokens, past + num_tokens, self.config.sliding_window, inputs_embeds
-            )
-        hidden_states = self.scale_embeddings(inputs_embeds)
-        return self.run_layers(hidden_states, attention_mask, kv_cache, position_ids, sliding_attention_mask)
-
-    def run_layers(
-        self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
+        sliding_attention_mask: Tensor | None = None,
         kv_cache: KVCache | None = None,
         position_ids: Tensor | None = None,
-        sliding_attention_mask: Tensor | None = None,
+        observe_layer: LayerObserver | None = None,
     ) -> Tensor:
-        """The layers and the last normalization, for rows that are at their scale already.
+        """Run the decoder layers and the final norm.
 
         Args:
-            hidden_states: (B, T, hidden), text rows scaled, image rows as the projector made them.
+            hidden_states: (B, T, hidden): scaled token embeddings, and image features as the projector returns them.
             attention_mask: additive, (B or 1, 1, T, S); None: every query sees every key.
-            position_ids: (B or 1, T); None: counted from 1 behind what the cache holds.
-            sliding_attention_mask: the mask of the layers with a window, likewise.
+            sliding_attention_mask: the same for layers with a sliding window; None: `attention_mask`.
+            kv_cache: keys and values of the past tokens; extended by T tokens.
+            position_ids: (B or 1, T), counted from 1; None: those that follow the cached tokens.
+            observe_layer: called before each layer with (layer, hidden_states, rotary, mask), the layer's inputs.
 
         Returns:
-            (B, T, hidden), normalized.
+            Normalized hidden states, (B, T, hidden).
         """
         num_tokens, past = hidden_states.shape[1], kv_cache.num_items() if kv_cache is not None else 0
         if position_ids is None:
             position_ids = torch.arange(past + 1, past + num_tokens + 1, device=hidden_states.device)[None]
+        if sliding_attention_mask is None:
+            sliding_attention_mask = attention_mask
         rotary = self.rotary_emb(position_ids)
         for layer in self.layers:
             mask = attention_mask if layer.window is None else sliding_attention_mask
+            if observe_layer is not None:
+                observe_layer(layer, hidden_states, rotary, mask)  # type: ignore[arg-type]  # ModuleList is untyped
             hidden_states = layer(hidden_states, rotary, mask, kv_cache)
         if kv_cache is not None:
             kv_cache.advance(num_tokens)
         return self.norm(hidden_states)
 
 
+class DecoderOutput(TypedDict, total=False):
+    """The output of a forward pass, a plain dict."""
+
+    logits: Tensor  # float32, (B, T or logits_to_keep, vocab)
+    kv_cache: KVCache  # if one was given
+    loss: Tensor  # mean cross-entropy, if labels were given
+
+
 class GemmaForCausalLM(nn.Module):
-    """The decoder and its head, which shares the embedding's weight."""
+    """The decoder and its language-model head, which shares the weight of the token embeddings."""
 
     def __init__(self, config: GemmaConfig) -> None:
         super().__init__()
@@ -373,26 +308,49 @@ class GemmaForCausalLM(nn.Module):
         self.tie_weights()
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """The embedding table, (vocab_size, hidden_size)."""
+        """Return the token embeddings, (vocab_size, hidden_size)."""
         return self.model.embed_tokens
 
     def tie_weights(self) -> None:
-        """Make the head's weight the embedding's weight, one tensor under two names."""
+        """Make `lm_head.weight` and the embedding weight the same tensor."""
         self.lm_head.weight = self.model.embed_tokens.weight
 
     def compute_logits(self, hidden_states: Tensor, logits_to_keep: int = 0) -> Tensor:
-        """Normalized features (B, T, hidden) to float32 logits (B, T or logits_to_keep, vocabulary).
+        """Apply the head to normalized hidden states (B, T, hidden).
 
-        Gemma 2's logits are soft-capped, so they lie in (-final_logit_softcapping, final_logit_softcapping).
+        Args:
+            logits_to_keep: number of last positions to compute; 0: all.
+
+        Returns:
+            float32, (B, T or logits_to_keep, vocab). Gemma 2 soft-caps them to (-cap, cap), cap being
+            `final_logit_softcapping`.
         """
         if logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep is {logits_to_keep}; it must be at least 0 (0: all positions)")
+            raise ValueError(f"logits_to_keep must be >= 0 (0 = all positions), got {logits_to_keep}.")
         if logits_to_keep:
-            # Copied: for a slice, PyTorch's bfloat16 product on a CPU copies the whole head first, 30 times slower.
+            # Contiguous: for a slice, PyTorch's bfloat16 CPU kernel copies the whole weight first, 30 times slower.
             hidden_states = hidden_states[:, -logits_to_keep:].clone(memory_format=torch.contiguous_format)
         logits = self.lm_head(hidden_states).float()
         cap = self.config.final_logit_softcapping
         return logits if cap is None else soft_cap(logits, cap)
+
+    def decode(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        sliding_attention_mask: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        position_ids: Tensor | None = None,
+        logits_to_keep: int = 0,
+        observe_layer: LayerObserver | None = None,
+    ) -> DecoderOutput:
+        """Run the decoder and the head; arguments as for `GemmaModel.forward` and `compute_logits`."""
+        masks = (attention_mask, sliding_attention_mask)
+        hidden_states = self.model(hidden_states, *masks, kv_cache, position_ids, observe_layer)
+        output: DecoderOutput = {"logits": self.compute_logits(hidden_states, logits_to_keep)}
+        if kv_cache is not None:
+            output["kv_cache"] = kv_cache
+        return output
 
     def forward(
         self,
@@ -401,22 +359,22 @@ class GemmaForCausalLM(nn.Module):
         kv_cache: KVCache | None = None,
         position_ids: Tensor | None = None,
         logits_to_keep: int = 0,
-    ) -> dict[str, Tensor | KVCache]:
-        """Decode embeddings.
+    ) -> DecoderOutput:
+        """Scale token embeddings and decode them.
 
         Args:
-            attention_mask: additive, (B or 1, 1, T, S), in the embeddings' type; None: every query sees every key,
-                which is right for a prefix and for a single new token.
-            inputs_embeds: (B, T, hidden), as the embedding table gives them (they are scaled here).
-            kv_cache: what came before; it grows by T tokens.
-            position_ids: (B or 1, T); None: counted from 1 behind what the cache holds.
-            logits_to_keep: how many last positions get logits; 0: all.
-
-        Returns:
-            `{"logits": float32 (B, T or logits_to_keep, vocabulary)}`, and `"kv_cache"` when one was given.
+            attention_mask: additive, (B or 1, 1, T, S); None: every query sees every key, as in a prefix or for a
+                single new token. New tokens that follow cached ones are limited to the sliding window as well.
+            inputs_embeds: (B, T, hidden), from `get_input_embeddings`, not scaled.
+            kv_cache, position_ids, logits_to_keep: as for `decode`.
         """
-        hidden_states = self.model(attention_mask, inputs_embeds, kv_cache, position_ids)
-        output: dict[str, Tensor | KVCache] = {"logits": self.compute_logits(hidden_states, logits_to_keep)}
-        if kv_cache is not None:
-            output["kv_cache"] = kv_cache
-        return output
+        if inputs_embeds is None:
+            raise ValueError("inputs_embeds is missing; pass get_input_embeddings()(input_ids).")
+        num_tokens, past = inputs_embeds.shape[1], kv_cache.num_items() if kv_cache is not None else 0
+        if attention_mask is not None:
+            attention_mask = check_additive_mask(attention_mask, past + num_tokens, inputs_embeds)
+        sliding_mask, window = attention_mask, self.config.sliding_window
+        if past and window is not None:
+            sliding_mask = limit_to_window(attention_mask, num_tokens, past + num_tokens, window, inputs_embeds)
+        hidden_states = self.model.scale_embeddings(inputs_embeds)
+        return self.decode(hidden_states, attention_mask, sliding_mask, kv_cache, position_ids, logits_to_keep)

@@ -1,6 +1,6 @@
-"""What the vision tower made of the last pictures, kept for the next prompt on the same one.
+"""Cache of image features, so that further prompts on the same image skip the vision tower.
 
-Only what does not depend on the prompt: keys and values do, since the prefix reads picture and prompt together.
+The KV cache cannot be reused this way: the prefix is bidirectional, so its keys and values depend on the prompt.
 """
 
 from __future__ import annotations
@@ -14,50 +14,48 @@ import torch
 from torch import Tensor
 
 MAX_IMAGES = 8
-MAX_BYTES = 64 * 1024 * 1024  # 896 pixels make 19 to 38 MB
+MAX_BYTES = 64 * 1024 * 1024  # features of one 896-pixel image take 19 to 38 MB
 
 
 class ImageFeatureCache:
-    """A function from pixels to features that remembers its last answers, those used last longest.
-
-    It may be called from several threads at once.
+    """A least-recently-used cache in front of the image encoder, keyed by pixel content. Thread-safe.
 
     Args:
-        compute: pixels (1, 3, S, S) to features, from the same weights each time.
-        max_pictures, max_bytes: most that is kept; a picture larger than that is computed each time.
+        encode: maps pixels (1, 3, S, S) to image features; its weights must not change.
+        max_images, max_bytes: limits of the cache. Features larger than `max_bytes` are not cached.
     """
 
     def __init__(
-        self, compute: Callable[[Tensor], Tensor], max_pictures: int = MAX_IMAGES, max_bytes: int = MAX_BYTES
+        self, encode: Callable[[Tensor], Tensor], max_images: int = MAX_IMAGES, max_bytes: int = MAX_BYTES
     ) -> None:
-        self._compute = compute
-        self._max_pictures = max_pictures
+        self._encode = encode
+        self._max_images = max_images
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._features: OrderedDict[str, Tensor] = OrderedDict()
         self._lock = threading.Lock()
 
     @torch.inference_mode()
     def __call__(self, pixel_values: Tensor) -> Tensor:
-        """The features of these very pixels; not to be written into."""
+        """Return the features of these pixels. Do not modify the result."""
         key = _content_key(pixel_values)
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        features = self._compute(pixel_values)  # outside the lock: another picture's visitor need not wait
+            if key in self._features:
+                self._features.move_to_end(key)
+                return self._features[key]
+        features = self._encode(pixel_values)  # not under the lock, so that other images do not wait
         with self._lock:
-            self._kept[key] = features
-            while len(self._kept) > self._max_pictures or self.num_bytes > self._max_bytes:
-                self._kept.popitem(last=False)
+            self._features[key] = features
+            while len(self._features) > self._max_images or self.num_bytes > self._max_bytes:
+                self._features.popitem(last=False)
         return features
 
     @property
     def num_bytes(self) -> int:
-        """Memory taken by what is kept."""
-        return sum(features.nbytes for features in self._kept.values())
+        """Size of the cached features."""
+        return sum(features.nbytes for features in self._features.values())
 
 
 def _content_key(pixel_values: Tensor) -> str:
     digest = hashlib.sha256(f"{tuple(pixel_values.shape)} {pixel_values.dtype} {pixel_values.device}".encode())
-    digest.update(pixel_values.cpu().contiguous().view(torch.uint8).numpy())
+    digest.update(pixel_values.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

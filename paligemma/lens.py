@@ -1,14 +1,14 @@
-"""Looking inside one step: where the position that wrote a token looked, and what each layer would have written.
+"""Attention to the image and logit lens of a generated token.
 
-Attention is not an explanation: a head's weights say where it read, not that what it read there mattered, and quite
-other weights can give the same answer (Jain and Wallace, arXiv 1902.10186). The logit lens (nostalgebraist,
-"interpreting GPT: the logit lens", 2020) reads every layer's output as if it were the last one's, although only the
-last one's was trained to be read so; what it says of early layers is a hint.
+Attention is not explanation: a head's weights show where it reads, not whether that matters for the output, and
+different weights can give the same output (Jain and Wallace, arXiv 1902.10186). The logit lens (nostalgebraist,
+"interpreting GPT: the logit lens", 2020) applies the final norm and the head to the hidden states of every layer,
+although only those of the last layer were trained for that; early layers give hints at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING
@@ -17,9 +17,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from paligemma.generation import NonFiniteLogitsError, rank_of, top_k_indices
-from paligemma.modeling import PREFIX, SUFFIX, PaliGemmaForConditionalGeneration, prefix_lm_visible
-from paligemma.processing import PaliGemmaProcessor
+from paligemma.attention_mask import PREFIX, SUFFIX
+from paligemma.errors import InputError, NonFiniteLogitsError
+from paligemma.gemma import GemmaLayer, LayerObserver
+from paligemma.sampling import rank_of, top_k_indices
 
 if TYPE_CHECKING:
     from paligemma.pipeline import PaliGemma
@@ -27,16 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LensRow:
-    """What would be written if the decoder ended at this depth.
+    """The prediction read from the hidden state at one depth.
 
-    As in `Step`, everything is at temperature 1 and over the rows of the vocabulary that may be sampled; for Gemma 2
-    the logits are soft-capped.
+    Like `Step`, it is at temperature 1 and over the allowed tokens only; Gemma 2's logits are soft-capped.
 
     Attributes:
-        layer: 0 is what enters the first layer (the last token's embedding), n what leaves the n-th. The row of the
-            last layer is the model's output.
-        token_id, piece, prob: the likeliest token here, the lower id among equals, and its probability.
-        rank_of_final: the place here of the token that was generated, 1 for the largest logit.
+        layer: number of layers applied. 0 is the embedding of the last token; the last row is the model's output.
+        token_id, piece, prob: the most likely token (the lowest id among ties) and its probability.
+        rank_of_final: rank of the generated token, 1 for the largest logit.
         entropy: in nats.
     """
 
@@ -50,15 +49,15 @@ class LensRow:
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """Attention and logit lens of one generated token, at the position that predicted it (the one before it).
+    """Attention and logit lens of one generated token, at the position that predicted it (the token before it).
 
     Attributes:
         index, token_id, piece: the token, as in its `Step`.
-        grid: rows and columns of patches, into which the square that the model sees is cut.
-        attention: float32, (layers, heads, rows * columns), on the CPU: the weight of each patch, row by row from the
-            top left one. A head's weights over everything that it sees sum to 1, so these sum to its `picture_share`.
-        picture_share: float32, (layers, heads): the part of each head's attention that goes to the picture.
-        lens: a row a depth, layers + 1 of them. `attention[n]` is of the layer between `lens[n]` and `lens[n + 1]`.
+        grid: rows and columns of image patches.
+        attention: float32, (layers, heads, patches), on the CPU: attention weights on the patches, in raster order.
+        image_share: float32, (layers, heads): the share of a head's attention that goes to the image, which is
+            `attention` summed over the patches.
+        lens: layers + 1 rows. `attention[n]` belongs to the layer between `lens[n]` and `lens[n + 1]`.
     """
 
     index: int
@@ -71,206 +70,161 @@ class Inspection:
 
 
 def inspect(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: Sequence[int], index: int) -> Inspection:
-    """Look at the step that wrote `token_ids[index]`, by one forward pass over all before it.
+    """Compute attention and logit lens of `token_ids[index]` in one forward pass.
+
+    In float32, the last lens row equals the token's `Step` to 1e-5. In bfloat16 it differs by rounding, because
+    generation processes tokens one by one.
 
     Args:
-        image, prompt: those of the request.
-        token_ids: the generated ids, those behind `index` too or not.
-        index: of the token, 0 to len(token_ids) - 1.
+        image, prompt: as given to `stream`.
+        token_ids: the generated token ids; those after `index` are not used.
+        index: 0 to len(token_ids) - 1.
 
     Raises:
-        ValueError: for an index outside the answer and for ids that cannot be generated.
-        NonFiniteLogitsError: when the model's numbers overflow (float16).
+        InputError: if `index` is out of range or a token id is not allowed.
+        NonFiniteLogitsError: if the model overflows (float16).
     """
     inputs = vlm.processor([image], [prompt])
-    return inspect_step(vlm.model, vlm.processor, inputs, vlm.allowed_tokens, token_ids, index)
+    token_ids = tuple(token_ids)
+    _check_request(vlm, inputs["input_ids"].shape[1], token_ids, index)
+    attention, logits = read_last_position(vlm, inputs, token_ids[:index])
+    attention = attention[..., _image_positions(vlm, inputs)].cpu()
+    vision = vlm.config.vision_config
+    grid_size = vision.image_size // vision.patch_size
+    token_id = int(token_ids[index])
+    return Inspection(
+        index=int(index),
+        token_id=token_id,
+        piece=vlm.processor.token_str(token_id),
+        grid=(grid_size, grid_size),
+        attention=attention,
+        image_share=attention.sum(dim=-1),
+        lens=_lens_rows(vlm, logits, token_id),
+    )
 
 
+@torch.inference_mode()
 def image_shares(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: Sequence[int]) -> Tensor:
-    """How much of its attention each token's step gave to the picture: `picture_share` of every `inspect`, in one pass.
-
-    No position sees what was generated behind it, so that a pass over the whole answer serves all its tokens.
+    """Compute `Inspection.image_share` of every generated token in one forward pass.
 
     Args:
-        image, prompt: those of the request.
-        token_ids: the generated ids, at least one.
+        image, prompt, token_ids: as for `inspect`.
 
     Returns:
         float32, (tokens, layers, heads), on the CPU.
 
     Raises:
-        ValueError: for no ids and for ids that cannot be generated.
+        InputError: if `token_ids` is empty or a token id is not allowed.
     """
     inputs = vlm.processor([image], [prompt])
     token_ids = tuple(token_ids)
-    _check_request(vlm.model, inputs["input_ids"], vlm.allowed_tokens, token_ids, len(token_ids) - 1)
-    return read_image_shares(vlm.model, inputs["input_ids"], inputs["pixel_values"], token_ids)
-
-
-@torch.inference_mode()
-def read_image_shares(
-    model: PaliGemmaForConditionalGeneration, prefix_ids: Tensor, pixel_values: Tensor, token_ids: Sequence[int]
-) -> Tensor:
-    """`picture_shares`, for a model and a processor's inputs: (1, P) ids and (1, 3, S, S) pixels."""
-    generated = prefix_ids.new_tensor([token_ids[:-1]], dtype=torch.long)
-    is_image = (prefix_ids[0] == model.config.image_token_index).nonzero().flatten().to(model.device)
+    _check_request(vlm, inputs["input_ids"].shape[1], token_ids, len(token_ids) - 1)
+    image_positions = _image_positions(vlm, inputs)
     shares = []
-    for _, weights in _walk_layers(model, prefix_ids, generated, pixel_values, num_queries=len(token_ids)):
-        if weights is not None:
-            shares.append(weights[0].index_select(-1, is_image).sum(dim=-1))
+
+    def observe_layer(layer: GemmaLayer, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> None:
+        weights = layer.attention_weights(hidden, rotary, mask, num_queries=len(token_ids))[0]
+        shares.append(weights[..., image_positions].sum(dim=-1))
+
+    _forward(vlm, inputs, token_ids[:-1], observe_layer)
     return torch.stack(shares).permute(2, 0, 1).cpu()
-
-
-def inspect_step(
-    model: PaliGemmaForConditionalGeneration,
-    processor: PaliGemmaProcessor,
-    inputs: Mapping[str, Tensor],
-    allowed_tokens: Tensor,
-    token_ids: Sequence[int],
-    index: int,
-) -> Inspection:
-    """`inspect`, for a model and a processor's inputs.
-
-    Computing the generated tokens side by side sums in another order than one by one, so that in bfloat16 the lens's
-    last row differs from the Step by that type's rounding; in float32 they agree to 1e-5.
-
-    Args:
-        inputs: the processor's dict for one picture and one prompt.
-        sampleable: (vocab_size,), bool, from `processor.sampleable`.
-        token_ids, index: see `inspect`.
-    """
-    token_ids = tuple(token_ids)
-    _check_request(model, inputs["input_ids"], allowed_tokens, token_ids, index)
-    generated = inputs["input_ids"].new_tensor([token_ids[:index]], dtype=torch.long)
-    weights, streams = read_last_position(model, inputs["input_ids"], generated, inputs["pixel_values"])
-    is_image = torch.cat((inputs["input_ids"], generated), dim=1)[0].cpu() == model.config.image_token_index
-    attention = weights.cpu()[..., is_image]
-    side = model.config.vision_config.image_size // model.config.vision_config.patch_size
-    token_id = int(token_ids[index])
-    return Inspection(
-        index=int(index),
-        token_id=token_id,
-        piece=processor.token_str(token_id),
-        grid=(side, side),
-        attention=attention,
-        image_share=attention.sum(dim=-1),
-        lens=_lens_rows(model, processor, streams, allowed_tokens, token_id),
-    )
 
 
 @torch.inference_mode()
 def read_last_position(
-    model: PaliGemmaForConditionalGeneration, prefix_ids: Tensor, generated_ids: Tensor, pixel_values: Tensor
+    vlm: PaliGemma, inputs: Mapping[str, Tensor], generated_ids: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Run the decoder layer by layer and keep what concerns the last position.
-
-    Each position sees what it saw when the answer was generated: the prefix itself, a generated token what came
-    before it, in windowed layers the last `sliding_window` tokens. Of the attention only one row a layer is ever
-    held, so that this needs no more memory than a forward pass.
+    """Run one forward pass over prompt and generated tokens and record every layer at the last position.
 
     Args:
-        prefix_ids: (1, P), image tokens and prompt. generated_ids: (1, G); G may be 0.
-        pixel_values: (1, 3, S, S), in [-1, 1].
+        inputs: the processor's output for one image and one prompt.
+        generated_ids: token ids that follow the prompt; may be empty.
 
     Returns:
-        The attention of the last position to all, float32, (layers, heads, P + G), rows summing to 1; and the residual
-        stream there before the first layer and after each, (layers + 1, hidden), not normalized.
+        Attention weights over all tokens, float32, (layers, heads, tokens), and logits read at every depth, float32,
+        (layers + 1, vocab).
     """
-    weights, streams = [], []
-    for stream, layer_weights in _walk_layers(model, prefix_ids, generated_ids, pixel_values, num_queries=1):
-        streams.append(stream[0, -1].clone())  # cloned: a view would keep all positions in memory
-        if layer_weights is not None:
-            weights.append(layer_weights[0, :, 0])
-    return torch.stack(weights), torch.stack(streams)
+    attention, states = [], []
+
+    def observe_layer(layer: GemmaLayer, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> None:
+        attention.append(layer.attention_weights(hidden, rotary, mask, num_queries=1)[0, :, 0])
+        states.append(hidden[0, -1].clone())  # a view would keep the hidden states of all tokens in memory
+
+    last_logits = _forward(vlm, inputs, generated_ids, observe_layer)
+    decoder = vlm.model.language_model
+    logits = decoder.compute_logits(decoder.model.norm(torch.stack(states))[None])[0]
+    return torch.stack(attention), torch.cat((logits, last_logits))
 
 
-def _walk_layers(
-    model: PaliGemmaForConditionalGeneration,
-    prefix_ids: Tensor,
-    generated_ids: Tensor,
-    pixel_values: Tensor,
-    num_queries: int,
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Before each layer and behind the last one: the residual stream, (1, P + G, hidden), and what the layer's last
-    `num_queries` positions take from all, float32, (1, heads, num_queries, P + G); behind the last one None.
-    """
-    token_ids = torch.cat((prefix_ids, generated_ids), dim=1).to(model.device)
-    token_types = torch.full_like(token_ids, PREFIX)
-    token_types[:, prefix_ids.shape[1] :] = SUFFIX
-    decoder = model.language_model.model
-    stream = model.merge_image_and_text(token_ids, model.get_image_features(pixel_values.to(model.device)))
-    rotary = decoder.rotary_emb(torch.arange(1, token_ids.shape[1] + 1, device=model.device)[None])
-    masks = {window: _mask(token_types, window, stream) for window in {layer.window for layer in decoder.layers}}
-    for layer in decoder.layers:
-        mask = masks[layer.window]
-        weights = layer.self_attn.weights_of_last_queries(layer.input_layernorm(stream), rotary, mask, num_queries)
-        yield stream, weights
-        stream = layer(stream, rotary, mask, kv_cache=None)
-    yield stream, None
+def _forward(
+    vlm: PaliGemma, inputs: Mapping[str, Tensor], generated_ids: Sequence[int], observe_layer: LayerObserver
+) -> Tensor:
+    """Run prompt and generated tokens through the model; return the last position's logits, (1, vocab)."""
+    prefix = inputs["input_ids"].to(vlm.device)
+    suffix = prefix.new_tensor([generated_ids], dtype=torch.long)
+    output = vlm.model(
+        torch.cat((prefix, suffix), dim=1),
+        token_type_ids=torch.cat((torch.full_like(prefix, PREFIX), torch.full_like(suffix, SUFFIX)), dim=1),
+        image_features=vlm.image_features(inputs["pixel_values"].to(vlm.device)),
+        logits_to_keep=1,
+        observe_layer=observe_layer,
+    )
+    return output["logits"][0]
 
 
-def _mask(token_types: Tensor, window: int | None, like: Tensor) -> Tensor | None:
-    """The additive mask (1, 1, T, T) of layers with this window, in `like`'s type; None where nothing is hidden."""
-    visible = prefix_lm_visible(token_types, token_types, window)
-    if bool(visible.all()):
-        return None
-    return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, torch.finfo(like.dtype).min)
+def _image_positions(vlm: PaliGemma, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Positions of the image tokens, (image tokens,), on the model's device."""
+    return (inputs["input_ids"][0].to(vlm.device) == vlm.config.image_token_index).nonzero().flatten()
 
 
-@torch.inference_mode()
-def _lens_rows(
-    model: PaliGemmaForConditionalGeneration,
-    processor: PaliGemmaProcessor,
-    streams: Tensor,
-    allowed_tokens: Tensor,
-    final_id: int,
-) -> tuple[LensRow, ...]:
-    """Read (depths, hidden) residual streams with the model's last normalization and head."""
-    row_ids = allowed_tokens.nonzero().flatten()
-    final_row = int(torch.searchsorted(row_ids, final_id))
-    decoder = model.language_model
-    # Every depth at once: the head, the largest matrix of the model, is read a single time.
-    logits = decoder.compute_logits(decoder.model.norm(streams)[None])[0].cpu().index_select(1, row_ids)
-    lens = []
-    for layer, rows in enumerate(logits.double()):
-        if not bool(rows.isfinite().all()):
+def _lens_rows(vlm: PaliGemma, logits: Tensor, final_id: int) -> tuple[LensRow, ...]:
+    """Summarize the logits of each depth, (depths, vocab)."""
+    allowed_ids = vlm.allowed_tokens.nonzero().flatten()
+    final_index = int(torch.searchsorted(allowed_ids, final_id))
+    rows = []
+    for layer, allowed_logits in enumerate(logits.cpu().index_select(1, allowed_ids).double()):
+        if not bool(allowed_logits.isfinite().all()):
             raise NonFiniteLogitsError(
                 "lens.non_finite",
-                "The logits at depth {depth} contain NaN or infinity. Gemma overflows in float16: load the model with "
-                "dtype='bfloat16' or 'float32'.",
-                depth=layer,
+                "The logits after layer {layer} contain NaN or infinity. Gemma overflows in float16: load the model "
+                "with dtype='bfloat16' or 'float32'.",
+                layer=layer,
             )
-        logprobs = rows.log_softmax(dim=0)
-        best = top_k_indices(rows, 1)[0]
-        token_id = int(row_ids[best])
+        logprobs = allowed_logits.log_softmax(dim=0)
+        best = top_k_indices(allowed_logits, 1)[0]
+        token_id = int(allowed_ids[best])
         prob, entropy = float(logprobs[best].exp()), max(0.0, -float(logprobs.exp() @ logprobs))
-        lens.append(LensRow(layer, token_id, processor.token_str(token_id), prob, rank_of(rows, final_row), entropy))
-    return tuple(lens)
+        rank = rank_of(allowed_logits, final_index)
+        rows.append(LensRow(layer, token_id, vlm.processor.token_str(token_id), prob, rank, entropy))
+    return tuple(rows)
 
 
-def _check_request(
-    model: PaliGemmaForConditionalGeneration,
-    prefix_ids: Tensor,
-    allowed_tokens: Tensor,
-    token_ids: tuple[int, ...],
-    index: int,
-) -> None:
-    batch, prefix_length = prefix_ids.shape
-    if batch != 1:
-        raise ValueError(f"there are {batch} prompts; one inspection looks at one")
+def _check_request(vlm: PaliGemma, prefix_length: int, token_ids: tuple[int, ...], index: int) -> None:
     if not _is_integer(index) or not 0 <= index < len(token_ids):
-        raise ValueError(f"index is {index!r}; allowed is a whole number of at least 0 and below {len(token_ids)}")
+        raise InputError(
+            "lens.index",
+            "index must be an integer >= 0 and < {count}, the number of token_ids, got {index!r}.",
+            count=len(token_ids),
+            index=index,
+        )
     for token_id in token_ids:
-        if not _is_integer(token_id) or not 0 <= token_id < allowed_tokens.numel() or not allowed_tokens[token_id]:
-            raise ValueError(
-                f"token_ids holds {token_id!r}; allowed are ids from 0 to {allowed_tokens.numel() - 1} that have a "
-                "tokenizer piece, except the image token"
+        allowed = vlm.allowed_tokens
+        if not _is_integer(token_id) or not 0 <= token_id < len(allowed) or not allowed[token_id]:
+            raise InputError(
+                "lens.token_id",
+                "token_ids must be vocabulary ids that the tokenizer has, except the image token, got {token_id!r}.",
+                token_id=token_id,
             )
-    positions = model.config.text_config.max_position_embeddings
+    positions = vlm.config.text_config.max_position_embeddings
     if prefix_length + index > positions:
-        raise ValueError(
-            f"index is {index}; picture and prompt take {prefix_length} of the model's {positions} positions, so at "
-            f"most {positions - prefix_length} is allowed"
+        raise InputError(
+            "lens.positions",
+            "index must be <= {largest}, got {index}: image and prompt take {prefix} of the model's {positions} "
+            "positions.",
+            largest=positions - prefix_length,
+            index=index,
+            prefix=prefix_length,
+            positions=positions,
         )
 
 

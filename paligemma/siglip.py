@@ -1,7 +1,6 @@
-"""SigLIP's vision tower: pixels to one feature vector a patch (Zhai et al., arXiv 2303.15343).
+"""SigLIP vision tower (Zhai et al., arXiv 2303.15343): a Vision Transformer without class token or pooling.
 
-A plain Vision Transformer (Dosovitskiy et al., arXiv 2010.11929) without class token or pooling.
-Axes in comments: B pictures, N patches, H heads, D features of a head.
+Axes: B batch, N patches, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from paligemma.config import SiglipVisionConfig
 
 
 class SiglipVisionEmbeddings(nn.Module):
-    """Cut the picture into patches, project each linearly, add a learned position."""
+    """Patch embeddings plus learned position embeddings (Dosovitskiy et al., arXiv 2010.11929)."""
 
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__()
@@ -26,15 +25,15 @@ class SiglipVisionEmbeddings(nn.Module):
     def forward(self, pixel_values: Tensor) -> Tensor:
         if pixel_values.shape[-2:] != (self.image_size, self.image_size):
             raise ValueError(
-                f"pixel_values are {tuple(pixel_values.shape[-2:])}; this checkpoint reads "
-                f"{self.image_size} x {self.image_size} pixels"
+                f"pixel_values must be {self.image_size} x {self.image_size} pixels for this checkpoint, "
+                f"got shape {tuple(pixel_values.shape)}."
             )
         patches = self.patch_embedding(pixel_values.to(self.patch_embedding.weight.dtype))
         return patches.flatten(2).transpose(1, 2) + self.position_embedding.weight  # (B, N, hidden)
 
 
 class SiglipAttention(nn.Module):
-    """Every patch attends to every patch."""
+    """Multi-head self-attention over all patches."""
 
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class SiglipAttention(nn.Module):
 
 
 class SiglipMLP(nn.Module):
-    """Two linear maps with a tanh-approximated GELU between them."""
+    """Two linear layers with a tanh-approximated GELU between them."""
 
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ class SiglipMLP(nn.Module):
 
 
 class SiglipEncoderLayer(nn.Module):
-    """Attention, then MLP, each on normalized input and added to the stream."""
+    """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__()
@@ -81,7 +80,7 @@ class SiglipEncoderLayer(nn.Module):
 
 
 class SiglipEncoder(nn.Module):
-    """The layers, one after another."""
+    """The stack of encoder layers."""
 
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class SiglipEncoder(nn.Module):
 
 
 class SiglipVisionTransformer(nn.Module):
-    """Embeddings, encoder and a last normalization."""
+    """Embeddings, encoder and final layer norm."""
 
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__()
@@ -107,11 +106,7 @@ class SiglipVisionTransformer(nn.Module):
 
 
 class SiglipVisionModel(nn.Module):
-    """Pixels to patch features.
-
-    `forward(pixel_values)` takes (batch, channels, image_size, image_size) in [-1, 1], of any float type, and
-    returns (batch, patches, hidden_size) in the weights' type, patches row by row from the top left.
-    """
+    """The vision tower as the hub's checkpoints name it."""
 
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__()
@@ -119,4 +114,5 @@ class SiglipVisionModel(nn.Module):
         self.vision_model = SiglipVisionTransformer(config)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
+        """Encode pixels (B, 3, S, S) in [-1, 1], any float dtype, to patch features (B, N, hidden), in raster order."""
         return self.vision_model(pixel_values)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from reference_models import our_model, prompt_ids, random_ids
 
 from paligemma import gemma
+from paligemma.attention_mask import limit_to_window
 from paligemma.config import GemmaConfig
 from paligemma.gemma import (
     GemmaForCausalLM,
@@ -18,7 +19,6 @@ from paligemma.gemma import (
     apply_rotary_pos_emb,
     attention,
     attention_weights,
-    limit_to_window,
     plain_attention,
     soft_cap,
 )
@@ -34,16 +34,16 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 # Norm, activation, embedding scale
 
 
-def test_rms_norm_in_bfloat16_is_within_one_step_of_float32() -> None:
+def test_bfloat16_rms_norm_is_within_one_ulp_of_float32() -> None:
     norm = GemmaRMSNorm(256).requires_grad_(False)
     norm.weight.copy_(random(256, seed=1))
     norm.bfloat16()
     x = random(64, 256, dtype=torch.bfloat16) * 7
-    narrow = norm(x)
-    wide = norm.float()(x.float())
-    assert narrow.dtype == torch.bfloat16
-    steps = narrow.view(torch.int16).int() - wide.bfloat16().view(torch.int16).int()
-    assert steps.abs().max() <= 1
+    result = norm(x)
+    expected = norm.float()(x.float())
+    assert result.dtype == torch.bfloat16
+    ulps = result.view(torch.int16).int() - expected.bfloat16().view(torch.int16).int()
+    assert ulps.abs().max() <= 1
 
 
 def test_rms_norm_multiplies_by_one_plus_weight() -> None:
@@ -60,7 +60,7 @@ def test_rms_norm_does_not_overflow_in_float16() -> None:
     torch.testing.assert_close(GemmaRMSNorm(8).half()(x), torch.ones_like(x))
 
 
-def test_mlp_uses_the_tanh_gelu() -> None:
+def test_mlp_uses_tanh_gelu() -> None:
     mlp = GemmaMLP(GemmaConfig(**{**TINY, "hidden_size": 1, "intermediate_size": 1}))
     with torch.no_grad():
         for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
@@ -82,7 +82,7 @@ def test_mlp_uses_the_tanh_gelu() -> None:
         (4608, torch.float16, 67.875),
     ],
 )
-def test_embedding_scale_is_rounded_to_the_type(hidden_size: int, dtype: torch.dtype, factor: float) -> None:
+def test_embedding_scale_is_rounded_to_the_dtype(hidden_size: int, dtype: torch.dtype, factor: float) -> None:
     with torch.device("meta"):
         model = GemmaModel(GemmaConfig(**{**TINY, "hidden_size": hidden_size}))
     scaled = model.scale_embeddings(torch.ones(1, dtype=dtype))
@@ -90,10 +90,10 @@ def test_embedding_scale_is_rounded_to_the_type(hidden_size: int, dtype: torch.d
     assert scaled.item() == pytest.approx(factor, rel=1e-7)
 
 
-# Rotary positions
+# Rotary position embeddings
 
 
-def test_rotary_keeps_lengths_and_depends_on_distance_only() -> None:
+def test_rotary_scores_depend_only_on_distance() -> None:
     rotary = GemmaRotaryEmbedding(GemmaConfig(**TINY, head_dim=16))
     query, key = random(1, 1, 1, 16), random(1, 1, 1, 16, seed=1)
 
@@ -110,8 +110,8 @@ def test_rotary_keeps_lengths_and_depends_on_distance_only() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_angles_stay_float32_in_lower_types(dtype: torch.dtype) -> None:
-    """bfloat16 has no odd integers above 256, so that rounded positions would fall together."""
+def test_rotary_angles_stay_float32(dtype: torch.dtype) -> None:
+    """bfloat16 cannot represent odd integers above 256, so neighboring positions would coincide."""
     rotary = GemmaRotaryEmbedding(GemmaConfig(**TINY, head_dim=16)).to(dtype)
     cos, sin = rotary(torch.tensor([[4096, 4097]]))
     assert cos.dtype == sin.dtype == torch.float32
@@ -139,7 +139,7 @@ def random_mask(batch: int, queries: int, keys: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
 @pytest.mark.parametrize("masked", [False, True])
-def test_fused_attention_agrees_with_the_plain_one(key_heads: int, masked: bool) -> None:
+def test_fused_attention_equals_plain_attention(key_heads: int, masked: bool) -> None:
     queries, keys, values = qkv(key_heads=key_heads)
     mask = random_mask(2, 5, 9) if masked else None
     fused = attention(queries, keys, values, mask, 0.3, None)
@@ -148,7 +148,7 @@ def test_fused_attention_agrees_with_the_plain_one(key_heads: int, masked: bool)
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("block", [1, 2, 3, 5])
-def test_attention_in_blocks_of_queries_equals_the_whole(
+def test_blocks_of_queries_do_not_change_attention(
     monkeypatch: pytest.MonkeyPatch, block: int, softcap: float | None
 ) -> None:
     queries, keys, values = qkv()
@@ -158,7 +158,7 @@ def test_attention_in_blocks_of_queries_equals_the_whole(
     torch.testing.assert_close(plain_attention(queries, keys, values, mask, 0.3, softcap), whole, atol=1e-6, rtol=0)
 
 
-def test_a_key_head_serves_neighboring_query_heads() -> None:
+def test_neighboring_query_heads_share_a_key_head() -> None:
     queries, keys, values = qkv(heads=4, key_heads=2)
     grouped = attention(queries, keys, values, None, 0.3, None)
     for head in range(4):
@@ -167,7 +167,7 @@ def test_a_key_head_serves_neighboring_query_heads() -> None:
         torch.testing.assert_close(grouped[:, head : head + 1], alone)
 
 
-def test_weights_sum_to_one_and_hidden_keys_get_none() -> None:
+def test_attention_weights_sum_to_one_and_are_zero_on_hidden_keys() -> None:
     queries, keys, _ = qkv()
     mask = random_mask(2, 5, 9)
     weights = attention_weights(queries, keys, mask, 0.3, 5.0)
@@ -175,15 +175,15 @@ def test_weights_sum_to_one_and_hidden_keys_get_none() -> None:
     assert (weights[(mask < 0).expand_as(weights)] == 0).all()
 
 
-def test_scores_are_capped_before_the_mask() -> None:
-    """A cap behind the mask would lift hidden keys from minus infinity to minus the cap."""
+def test_soft_cap_is_applied_before_the_mask() -> None:
+    """After the mask, it would raise the scores of hidden keys to minus the cap."""
     queries, keys = torch.full((1, 1, 1, 4), 100.0), torch.full((1, 1, 3, 4), -100.0)
     mask = torch.tensor([0.0, 0.0, torch.finfo(torch.float32).min]).view(1, 1, 1, 3)
     weights = attention_weights(queries, keys, mask, 1.0, 50.0)
     torch.testing.assert_close(weights.flatten(), torch.tensor([0.5, 0.5, 0.0]))
 
 
-def test_capped_scores_stay_inside_the_cap() -> None:
+def test_soft_cap_is_monotonic_and_bounded() -> None:
     scores = torch.linspace(-1e4, 1e4, 1001)
     capped = soft_cap(scores, 50.0)
     assert capped.abs().max() <= 50.0
@@ -191,14 +191,14 @@ def test_capped_scores_stay_inside_the_cap() -> None:
     assert (capped.diff() >= 0).all()
 
 
-def test_softcap_limits_how_far_weights_can_differ() -> None:
+def test_soft_cap_bounds_the_ratio_of_attention_weights() -> None:
     queries, keys = torch.tensor([[[[100.0]]]]), torch.tensor([[[[1.0], [-1.0]]]])
     weights = attention_weights(queries, keys, None, 1.0, 2.0).flatten()
     assert (weights[0] / weights[1]).item() == pytest.approx(math.exp(4.0), rel=1e-3)
 
 
 @pytest.mark.parametrize("softcap", [None, 50.0])
-def test_a_row_that_sees_nothing_stays_finite(softcap: float | None) -> None:
+def test_attention_without_visible_keys_is_finite(softcap: float | None) -> None:
     queries, keys, values = qkv()
     mask = torch.full((1, 1, 5, 9), torch.finfo(torch.float32).min)
     assert attention(queries, keys, values, mask, 0.3, softcap).isfinite().all()
@@ -217,33 +217,33 @@ def test_query_scale(fields: dict[str, int], scale: float) -> None:
     assert layer.scale == pytest.approx(scale)
 
 
-def test_a_window_hides_what_lies_further_back() -> None:
+def test_sliding_window_hides_older_keys() -> None:
     mask = limit_to_window(None, num_queries=2, num_keys=6, window=3, like=torch.zeros(1))
     assert ((mask < 0)[0, 0]).int().tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
     given = torch.zeros(1, 1, 2, 6)
     given[..., 0, 5] = -1.0
-    kept = limit_to_window(given, 2, 6, 3, given)
-    assert kept[0, 0, 0, 5] == -1.0 and kept[0, 0, 0, 2] == 0.0
+    limited = limit_to_window(given, 2, 6, 3, given)
+    assert limited[0, 0, 0, 5] == -1.0 and limited[0, 0, 0, 2] == 0.0
     assert limit_to_window(None, 2, 3, 3, given) is None
 
 
 # Whole decoder
 
 
-def test_the_head_is_the_embedding() -> None:
+def test_head_and_embedding_share_a_weight() -> None:
     model = GemmaForCausalLM(GemmaConfig(**TINY))
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert model.lm_head.bias is None
 
 
 @pytest.mark.parametrize("case", ["paligemma1", "paligemma2"])
-def test_forward_scales_embeddings_and_keeps_the_last_positions(case: str) -> None:
+def test_forward_scales_embeddings_and_computes_only_the_last_logits(case: str) -> None:
     model = our_model(case).language_model
     ids = prompt_ids("paligemma1")[:, -3:]
     with torch.inference_mode():
         embeddings = model.get_input_embeddings()(ids)
         logits = model(inputs_embeds=embeddings)["logits"]
-        hidden = model.model.run_layers(embeddings * model.config.hidden_size**0.5)
+        hidden = model.model(embeddings * model.config.hidden_size**0.5)
         last = model(inputs_embeds=embeddings, logits_to_keep=1)["logits"]
         expected = model.compute_logits(hidden)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
@@ -255,8 +255,8 @@ def test_forward_scales_embeddings_and_keeps_the_last_positions(case: str) -> No
 
 @pytest.mark.parametrize("case", ["paligemma1", "sliding"])
 @torch.inference_mode()
-def test_a_decoder_alone_reads_text_and_goes_on_from_its_cache(case: str) -> None:
-    model, prefix, answer = our_model(case), random_ids(6), random_ids(6, seed=1)  # together longer than the window
+def test_language_model_alone_decodes_text_with_a_cache(case: str) -> None:
+    model, prefix, answer = our_model(case), random_ids(6), random_ids(6, seed=1)  # together exceed the sliding window
     types = torch.cat((torch.zeros_like(prefix), torch.ones_like(answer)), dim=1)
     whole = model(torch.cat((prefix, answer), dim=1), token_type_ids=types)["logits"]
     decoder, cache = model.language_model, KVCache(model.config, 1, 12, torch.float32, "cpu")
@@ -274,7 +274,7 @@ def causal_mask(length: int, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 @pytest.mark.parametrize("case", ["paligemma1", "paligemma2"])
 @torch.inference_mode()
-def test_a_mask_of_any_float_type_is_understood(case: str) -> None:
+def test_additive_mask_may_have_any_float_dtype(case: str) -> None:
     model = our_model(case).language_model
     embeddings = model.get_input_embeddings()(random_ids(5, batch=2))
     logits = model(causal_mask(5), embeddings)["logits"]
@@ -288,7 +288,7 @@ def test_a_mask_of_any_float_type_is_understood(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["paligemma1", "paligemma2"])
 @torch.inference_mode()
-def test_a_row_that_sees_nothing_stays_finite_in_a_lower_type(case: str) -> None:
+def test_low_precision_model_without_visible_keys_is_finite(case: str) -> None:
     model = our_model(case, dtype=torch.bfloat16).language_model
     embeddings = model.get_input_embeddings()(random_ids(5))
     for hidden in (torch.finfo(torch.float32).min, -math.inf):
@@ -308,28 +308,28 @@ def test_a_row_that_sees_nothing_stays_finite_in_a_lower_type(case: str) -> None
         causal_mask(5).expand(3, 1, 5, 5),
         causal_mask(5).expand(2, 4, 5, 5),
     ],
-    ids=["bool", "whole numbers", "of padding", "without heads", "short", "one row", "another batch", "a mask a head"],
+    ids=["bool", "integer", "padding mask", "no head axis", "too short", "one query", "other batch size", "per head"],
 )
 @torch.inference_mode()
-def test_a_mask_that_cannot_be_added_is_refused(case: str, mask: torch.Tensor) -> None:
+def test_mask_of_wrong_dtype_or_shape_is_rejected(case: str, mask: torch.Tensor) -> None:
     model = our_model(case).language_model
     embeddings = model.get_input_embeddings()(random_ids(5, batch=2))
-    with pytest.raises(ValueError, match=r"it must be of a float type and \(2, 1, 5, 5\)"):
+    with pytest.raises(ValueError, match=r"must be floating-point .* with shape \(2, 1, 5, 5\)"):
         model(mask, embeddings)
 
 
-def test_a_negative_number_of_positions_is_refused() -> None:
+def test_negative_logits_to_keep_is_rejected() -> None:
     model = our_model("paligemma1").language_model
-    with pytest.raises(ValueError, match="logits_to_keep is -1"), torch.inference_mode():
+    with pytest.raises(ValueError, match="logits_to_keep must be >= 0"), torch.inference_mode():
         model(inputs_embeds=model.get_input_embeddings()(random_ids(3)), logits_to_keep=-1)
 
 
-def test_missing_embeddings_are_an_error() -> None:
+def test_missing_embeddings_are_rejected() -> None:
     with pytest.raises(ValueError, match="inputs_embeds is missing"):
         GemmaForCausalLM(GemmaConfig(**TINY))()
 
 
-def test_gemma2_normalises_what_a_block_adds_and_gemma1_what_it_reads() -> None:
+def test_gemma2_layers_have_two_more_norms_than_gemma1() -> None:
     names1 = {name for name, _ in GemmaModel(GemmaConfig(**TINY)).layers[0].named_parameters() if "norm" in name}
     names2 = {
         name
@@ -340,8 +340,8 @@ def test_gemma2_normalises_what_a_block_adds_and_gemma1_what_it_reads() -> None:
     assert names2 - names1 == {"pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"}
 
 
-def test_pre_norm_layer_passes_its_input_on_unnormalized() -> None:
-    """With blocks that give nothing, a layer is the identity in both generations."""
+def test_residual_stream_is_not_normalized() -> None:
+    """With zero output projections, a layer of either generation is the identity."""
     for model_type in ("gemma", "gemma2"):
         layer = GemmaModel(GemmaConfig(**TINY, model_type=model_type)).layers[0]
         with torch.no_grad():
@@ -352,8 +352,7 @@ def test_pre_norm_layer_passes_its_input_on_unnormalized() -> None:
         torch.testing.assert_close(layer(x, rotary, None, None), x)
 
 
-def test_plain_attention_equals_torch_in_float64() -> None:
-    """The specification against an independent one, in a type where rounding cannot hide a fault."""
+def test_plain_attention_equals_the_formula_in_float64() -> None:
     queries, keys, values = (x.double() for x in qkv(heads=2, key_heads=2))
     expected = F.softmax(queries @ keys.transpose(-1, -2) * 0.3, dim=-1) @ values
     torch.testing.assert_close(plain_attention(queries, keys, values, None, 0.3, None), expected, atol=1e-5, rtol=0)

@@ -15,13 +15,14 @@ def make_cache(batch_size: int = 1, max_length: int = 5, dtype: torch.dtype = to
     return KVCache(CONFIG, batch_size, max_length, dtype, "cpu")
 
 
-def rows(count: int, seed: int) -> torch.Tensor:
+def states(count: int, seed: int) -> torch.Tensor:
+    """Random keys or values of `count` tokens."""
     return torch.randn((1, 2, count, 6), generator=torch.Generator().manual_seed(seed))
 
 
-def test_update_returns_what_was_stored_before_and_now() -> None:
+def test_update_returns_cached_and_new_keys() -> None:
     cache = make_cache()
-    first, second = rows(3, 0), rows(2, 1)
+    first, second = states(3, 0), states(2, 1)
     for layer in range(2):
         keys, values = cache.update(first, -first, layer)
         assert torch.equal(keys, first) and torch.equal(values, -first)
@@ -33,63 +34,45 @@ def test_update_returns_what_was_stored_before_and_now() -> None:
 
 def test_layers_and_caches_do_not_share_memory() -> None:
     one, other = make_cache(), make_cache()
-    kept, _ = one.update(rows(1, 0), rows(1, 0), 0)
-    before = kept.clone()
-    one.update(rows(1, 1), rows(1, 1), 1)
-    other.update(rows(1, 2), rows(1, 2), 0)
-    assert torch.equal(kept, before)
+    keys, _ = one.update(states(1, 0), states(1, 0), 0)
+    before = keys.clone()
+    one.update(states(1, 1), states(1, 1), 1)
+    other.update(states(1, 2), states(1, 2), 0)
+    assert torch.equal(keys, before)
 
 
-def test_num_items_counts_only_what_was_advanced() -> None:
+def test_num_items_changes_on_advance_only() -> None:
     cache = make_cache()
-    cache.update(rows(3, 0), rows(3, 0), 0)
+    cache.update(states(3, 0), states(3, 0), 0)
     assert cache.num_items() == 0
     cache.advance(3)
     assert cache.num_items() == 3
 
 
-def test_memory_is_taken_once() -> None:
+def test_num_bytes_counts_the_preallocated_memory() -> None:
     cache = make_cache(batch_size=3, dtype=torch.bfloat16)
-    assert (
-        cache.num_bytes == 2 * 2 * 3 * 2 * 5 * 6 * 2
-    )  # keys and values, layers, batch, heads, tokens, features, bytes
+    layers, batch, heads, tokens, head_dim, bytes_per_value = 2, 3, 2, 5, 6, 2
+    assert cache.num_bytes == 2 * layers * batch * heads * tokens * head_dim * bytes_per_value
     assert cache.dtype == torch.bfloat16
-    assert cache.device.type == "cpu"
 
 
-def test_a_full_cache_refuses_more() -> None:
+def test_full_cache_rejects_more_tokens() -> None:
     cache = make_cache()
-    cache.update(rows(4, 0), rows(4, 0), 0)
+    cache.update(states(4, 0), states(4, 0), 0)
     cache.advance(4)
-    with pytest.raises(ValueError, match="room for 5 tokens and 6 are needed"):
-        cache.update(rows(2, 1), rows(2, 1), 0)
+    with pytest.raises(ValueError, match="max_length is 5, got 6 tokens"):
+        cache.update(states(2, 1), states(2, 1), 0)
 
 
 @pytest.mark.parametrize(
     ("batch_size", "dtype", "heads"), [(2, torch.float32, 2), (1, torch.bfloat16, 2), (1, torch.float32, 1)]
 )
-def test_another_batch_size_type_or_head_is_refused(batch_size: int, dtype: torch.dtype, heads: int) -> None:
-    with pytest.raises(ValueError, match=rf"the cache is for {batch_size} sequences of 2 heads of 6 in {dtype}"):
-        make_cache(batch_size, dtype=dtype).update(rows(1, 0)[:, :heads], rows(1, 0)[:, :heads], 0)
-
-
-def test_crop_forgets_the_end() -> None:
-    cache = make_cache()
-    first = rows(4, 0)
-    cache.update(first, first, 0)
-    cache.advance(4)
-    cache.crop(2)
-    keys, _ = cache.update(rows(1, 1), rows(1, 1), 0)
-    assert torch.equal(keys, torch.cat((first[:, :, :2], rows(1, 1)), dim=2))
-
-
-@pytest.mark.parametrize("length", [-1, 1])
-def test_crop_refuses_a_length_that_is_not_there(length: int) -> None:
-    with pytest.raises(ValueError, match=f"cannot crop to {length} tokens; the cache holds 0"):
-        make_cache().crop(length)
+def test_other_batch_size_dtype_or_heads_are_rejected(batch_size: int, dtype: torch.dtype, heads: int) -> None:
+    with pytest.raises(ValueError, match=rf"keys must be \({batch_size}, 2, tokens, 6\) in {dtype}"):
+        make_cache(batch_size, dtype=dtype).update(states(1, 0)[:, :heads], states(1, 0)[:, :heads], 0)
 
 
 @pytest.mark.parametrize(("batch_size", "max_length"), [(0, 5), (1, 0)])
-def test_sizes_must_be_positive(batch_size: int, max_length: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
+def test_sizes_below_one_are_rejected(batch_size: int, max_length: int) -> None:
+    with pytest.raises(ValueError, match="must be >= 1"):
         make_cache(batch_size, max_length)

@@ -1,4 +1,4 @@
-"""Attention and logit lens: equal to transformers' attention and to the Step, and nothing is left behind."""
+"""Attention equals transformers, the lens equals transformers and the Step, and the model is not modified."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from paligemma.generation import GenerationResult, NonFiniteLogitsError
 from paligemma.pipeline import PaliGemma
 from paligemma.processing import PaliGemmaProcessor
 
-PICTURE = Image.merge("RGB", [Image.linear_gradient("L"), Image.radial_gradient("L"), Image.linear_gradient("L")])
-PROMPT = "answer en the blue cat"  # longer than the window of the case "sliding"
+IMAGE = Image.merge("RGB", [Image.linear_gradient("L"), Image.radial_gradient("L"), Image.linear_gradient("L")])
+PROMPT = "answer en the blue cat"  # longer than the sliding window of the case "sliding"
 LENGTH = 12
 WINDOW = 8
 POSITIONS = [0, 1, LENGTH - 1]
@@ -32,13 +32,13 @@ def processor_of(case: str) -> PaliGemmaProcessor:
 
 
 def sampled(vlm: PaliGemma) -> GenerationResult:
-    """An answer of varied tokens, few of them the likeliest."""
-    return vlm.generate(PICTURE, PROMPT, max_new_tokens=LENGTH, temperature=1.5, seed=3)
+    """An answer of varied tokens, few of them of rank 1."""
+    return vlm.generate(IMAGE, PROMPT, max_new_tokens=LENGTH, temperature=1.5, seed=3)
 
 
 def reference_attention(case: str, token_ids: list[int]) -> torch.Tensor:
-    """What transformers' last position takes from each token: (layers, heads, tokens)."""
-    inputs = processor_of(case)([PICTURE], [PROMPT])
+    """transformers' attention weights of the last position, (layers, heads, tokens)."""
+    inputs = processor_of(case)([IMAGE], [PROMPT])
     generated = torch.tensor([token_ids], dtype=torch.long)
     types = torch.cat((torch.zeros_like(inputs["input_ids"]), torch.ones_like(generated)), dim=1)
     with torch.inference_mode():
@@ -51,10 +51,9 @@ def reference_attention(case: str, token_ids: list[int]) -> torch.Tensor:
     return torch.stack([layer[0, :, -1] for layer in output.attentions])
 
 
-def all_weights(case: str, token_ids: list[int]) -> torch.Tensor:
-    inputs = processor_of(case)([PICTURE], [PROMPT])
-    generated = torch.tensor([token_ids], dtype=torch.long)
-    return lens.read_last_position(our_model(case), inputs["input_ids"], generated, inputs["pixel_values"])[0]
+def our_attention(case: str, token_ids: list[int]) -> torch.Tensor:
+    vlm = vlm_of(case)
+    return lens.read_last_position(vlm, vlm.processor([IMAGE], [PROMPT]), token_ids)[0]
 
 
 # Attention ------------------------------------------------------------------------------------------------------
@@ -62,19 +61,19 @@ def all_weights(case: str, token_ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("index", POSITIONS)
 @pytest.mark.parametrize("case", FAST_CASES)
-def test_weights_of_all_tokens_equal_those_of_transformers_and_sum_to_one(case, index):
+def test_attention_equals_transformers_and_sums_to_one(case, index):
     token_ids = list(sampled(vlm_of(case)).token_ids[:index])
-    weights = all_weights(case, token_ids)
+    weights = our_attention(case, token_ids)
     torch.testing.assert_close(weights, reference_attention(case, token_ids), atol=1e-5, rtol=0)
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(weights.shape[:2]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("index", POSITIONS)
 @pytest.mark.parametrize("case", FAST_CASES)
-def test_an_inspection_holds_the_picture_s_part_of_it(case, index):
+def test_inspection_holds_the_attention_to_the_image(case, index):
     vlm, config = vlm_of(case), config_of(case)
     answer = sampled(vlm)
-    found = lens.inspect(vlm, PICTURE, PROMPT, answer.token_ids, index)
+    found = lens.inspect(vlm, IMAGE, PROMPT, answer.token_ids, index)
     patches = config.vision_config.num_image_tokens
     expected = reference_attention(case, list(answer.token_ids[:index]))[..., :patches]
     torch.testing.assert_close(found.attention, expected, atol=1e-5, rtol=0)
@@ -87,36 +86,36 @@ def test_an_inspection_holds_the_picture_s_part_of_it(case, index):
     )
 
 
-def test_a_generated_token_sees_its_window_in_windowed_layers_and_the_prefix_sees_all_of_itself():
+def test_sliding_window_limits_generated_tokens_but_not_the_prefix():
     text = config_of("sliding").text_config
     windows = [text.window_of_layer(layer) for layer in range(text.num_hidden_layers)]
     assert set(windows) == {WINDOW, None}
     token_ids = list(sampled(vlm_of("sliding")).token_ids)
-    assert bool((all_weights("sliding", []) > 0).all())
-    later = all_weights("sliding", token_ids[:3])
+    assert bool((our_attention("sliding", []) > 0).all())
+    later = our_attention("sliding", token_ids[:3])
     for weights, window in zip(later, windows, strict=True):
         assert bool((weights[:, -WINDOW:] > 0).all())
         assert bool((weights[:, :-WINDOW] == 0).all()) == (window is not None)
 
 
-def test_what_follows_the_token_makes_no_difference():
+def test_later_tokens_do_not_change_the_inspection():
     vlm = vlm_of("paligemma2")
     token_ids = sampled(vlm).token_ids
-    found = lens.inspect(vlm, PICTURE, PROMPT, list(token_ids), 4)
-    shorter = lens.inspect(vlm, PICTURE, PROMPT, token_ids[:5], 4)
+    found = lens.inspect(vlm, IMAGE, PROMPT, list(token_ids), 4)
+    shorter = lens.inspect(vlm, IMAGE, PROMPT, token_ids[:5], 4)
     assert torch.equal(found.attention, shorter.attention) and found.lens == shorter.lens
 
 
 @pytest.mark.parametrize("case", FAST_CASES)
-def test_one_pass_gives_the_picture_s_part_for_every_token(case):
+def test_image_shares_equal_those_of_each_inspection(case):
     vlm = vlm_of(case)
     token_ids = sampled(vlm).token_ids
-    shares = lens.image_shares(vlm, PICTURE, PROMPT, token_ids)
-    each = [lens.inspect(vlm, PICTURE, PROMPT, token_ids, index).image_share for index in range(LENGTH)]
+    shares = lens.image_shares(vlm, IMAGE, PROMPT, token_ids)
+    each = [lens.inspect(vlm, IMAGE, PROMPT, token_ids, index).image_share for index in range(LENGTH)]
     torch.testing.assert_close(shares, torch.stack(each), atol=1e-5, rtol=0)
-    assert torch.equal(lens.image_shares(vlm, PICTURE, PROMPT, token_ids[:1])[0], each[0])
-    with pytest.raises(ValueError, match="below 0"):
-        lens.image_shares(vlm, PICTURE, PROMPT, ())
+    assert torch.equal(lens.image_shares(vlm, IMAGE, PROMPT, token_ids[:1])[0], each[0])
+    with pytest.raises(ValueError, match="< 0, the number of token_ids"):
+        lens.image_shares(vlm, IMAGE, PROMPT, ())
 
 
 # Logit lens -----------------------------------------------------------------------------------------------------
@@ -124,12 +123,12 @@ def test_one_pass_gives_the_picture_s_part_for_every_token(case):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("case", FAST_CASES)
-def test_the_last_row_equals_the_step(case, temperature):
+def test_last_lens_row_equals_the_step(case, temperature):
     vlm = vlm_of(case)
-    answer = vlm.generate(PICTURE, PROMPT, max_new_tokens=LENGTH, temperature=temperature, seed=3)
+    answer = vlm.generate(IMAGE, PROMPT, max_new_tokens=LENGTH, temperature=temperature, seed=3)
     assert all(step.rank == 1 for step in answer.steps) == (temperature == 0)
     for step in answer.steps:
-        rows = lens.inspect(vlm, PICTURE, PROMPT, answer.token_ids, step.index).lens
+        rows = lens.inspect(vlm, IMAGE, PROMPT, answer.token_ids, step.index).lens
         assert [row.layer for row in rows] == list(range(config_of(case).text_config.num_hidden_layers + 1))
         assert (rows[-1].token_id, rows[-1].piece) == (step.top[0].token_id, step.top[0].piece)
         assert rows[-1].prob == pytest.approx(step.top[0].prob, abs=1e-5)
@@ -138,21 +137,20 @@ def test_the_last_row_equals_the_step(case, temperature):
 
 
 @pytest.mark.parametrize("case", FAST_CASES)
-def test_each_row_is_the_head_on_the_stream_of_that_depth(case):
-    """transformers' own hidden states, normalized and read by its head; the last of them it normalizes itself."""
+def test_lens_rows_equal_transformers(case):
+    """The last of transformers' hidden states is left out: it is normalized already."""
     vlm, reference = vlm_of(case), reference_model(case)
-    inputs = vlm.processor([PICTURE], [PROMPT])
+    inputs = vlm.processor([IMAGE], [PROMPT])
     with torch.inference_mode():
         output = reference(**inputs, token_type_ids=torch.zeros_like(inputs["input_ids"]), output_hidden_states=True)
-        streams = [states[:, -1:] for states in output.hidden_states[:-1]]
-        logits = [reference.lm_head(reference.model.language_model.norm(stream))[0, 0] for stream in streams]
+        states = [hidden_states[:, -1:] for hidden_states in output.hidden_states[:-1]]
+        logits = [reference.lm_head(reference.model.language_model.norm(state))[0, 0] for state in states]
     cap = config_of(case).text_config.final_logit_softcapping
-    allowed_tokens = vlm.processor.allowed_tokens(config_of(case).text_config.vocab_size)
     token_ids = sampled(vlm).token_ids
-    found = lens.inspect(vlm, PICTURE, PROMPT, token_ids, 0).lens
+    found = lens.inspect(vlm, IMAGE, PROMPT, token_ids, 0).lens
     for row, raw in zip(found, logits, strict=False):
         capped = raw if cap is None else cap * torch.tanh(raw / cap)
-        probs = capped.masked_fill(~allowed_tokens, -torch.inf).softmax(dim=-1)
+        probs = capped.masked_fill(~vlm.allowed_tokens, -torch.inf).softmax(dim=-1)
         assert row.token_id == int(probs.argmax())
         assert row.prob == pytest.approx(float(probs.max()), abs=1e-5)
         assert row.entropy == pytest.approx(float(torch.special.entr(probs).sum()), abs=1e-4)
@@ -160,88 +158,88 @@ def test_each_row_is_the_head_on_the_stream_of_that_depth(case):
     assert len(found) == len(logits) + 1
 
 
-def test_rows_that_are_never_sampled_are_left_out_at_every_depth():
-    model, processor = new_model("paligemma1"), processor_of("paligemma1")
-    inputs = processor([PICTURE], [PROMPT])
-    only = torch.zeros(model.config.text_config.vocab_size, dtype=torch.bool)
-    only[[30, 40]] = True
-    found = lens.inspect_step(model, processor, inputs, only, [40], 0)
+def test_lens_rows_contain_allowed_tokens_only():
+    vlm = vlm_of("paligemma1")
+    vlm.allowed_tokens = torch.zeros_like(vlm.allowed_tokens)
+    vlm.allowed_tokens[[30, 40]] = True
+    found = lens.inspect(vlm, IMAGE, PROMPT, [40], 0)
     assert {row.token_id for row in found.lens} <= {30, 40}
     assert all(row.prob >= 0.5 and row.rank_of_final in (1, 2) for row in found.lens)
 
 
-# Types, errors, traces ------------------------------------------------------------------------------------------
+# Dtypes, errors, side effects ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("index", POSITIONS)
 @pytest.mark.parametrize("case", ["paligemma1", "sliding"])
-def test_bfloat16_differs_by_its_rounding_only(case, index):
+def test_bfloat16_differs_only_by_rounding(case, index):
     vlm = vlm_of(case, torch.bfloat16)
     answer = sampled(vlm)
-    found = lens.inspect(vlm, PICTURE, PROMPT, answer.token_ids, index)
-    wide = lens.inspect(vlm_of(case), PICTURE, PROMPT, answer.token_ids, index)
+    found = lens.inspect(vlm, IMAGE, PROMPT, answer.token_ids, index)
+    expected = lens.inspect(vlm_of(case), IMAGE, PROMPT, answer.token_ids, index)
     assert found.attention.dtype == found.image_share.dtype == torch.float32
-    assert float((found.attention - wide.attention).abs().mean()) < 0.02
+    assert float((found.attention - expected.attention).abs().mean()) < 0.02
     step, last = answer.steps[index], found.lens[-1]
     assert last.prob == pytest.approx(step.top[0].prob, rel=0.1)
     assert last.entropy == pytest.approx(step.entropy, rel=0.1)
 
 
 @pytest.mark.parametrize("index", [-1, 3, 1.0, True, None])
-def test_an_index_outside_the_answer_is_refused(index):
-    with pytest.raises(ValueError, match=f"index is {index!r}; .* below 3"):
-        lens.inspect(vlm_of("paligemma1"), PICTURE, PROMPT, [30, 31, 32], index)
+def test_index_out_of_range_is_rejected(index):
+    with pytest.raises(ValueError, match=f"index must be .* < 3, .* got {index!r}"):
+        lens.inspect(vlm_of("paligemma1"), IMAGE, PROMPT, [30, 31, 32], index)
 
 
-def test_an_empty_answer_has_nothing_to_inspect():
-    with pytest.raises(ValueError, match="below 0"):
-        lens.inspect(vlm_of("paligemma1"), PICTURE, PROMPT, [], 0)
+def test_empty_answer_is_rejected():
+    with pytest.raises(ValueError, match="< 0, the number of token_ids"):
+        lens.inspect(vlm_of("paligemma1"), IMAGE, PROMPT, [], 0)
 
 
 @pytest.mark.parametrize("token_id", [-1, 10**9, 30.0, "cat"])
-def test_ids_that_cannot_be_generated_are_refused(token_id):
-    with pytest.raises(ValueError, match=f"token_ids holds {token_id!r}"):
-        lens.inspect(vlm_of("paligemma1"), PICTURE, PROMPT, [30, token_id], 0)
+def test_invalid_token_ids_are_rejected(token_id):
+    with pytest.raises(ValueError, match=f"token_ids must be .* got {token_id!r}"):
+        lens.inspect(vlm_of("paligemma1"), IMAGE, PROMPT, [30, token_id], 0)
 
 
-def test_the_image_token_and_rows_without_a_piece_are_refused():
+def test_image_token_and_unused_ids_are_rejected():
     vlm = vlm_of("paligemma1")
     for token_id in (vlm.processor.image_token_id, vlm.config.text_config.vocab_size - 1):
         with pytest.raises(ValueError, match="except the image token"):
-            lens.inspect(vlm, PICTURE, PROMPT, [token_id], 0)
+            lens.inspect(vlm, IMAGE, PROMPT, [token_id], 0)
 
 
-def test_more_tokens_than_positions_are_refused():
+def test_index_beyond_the_positions_is_rejected():
     vlm = vlm_of("paligemma1")
-    room = vlm.config.text_config.max_position_embeddings
-    with pytest.raises(ValueError, match=f"of the model's {room} positions"):
-        lens.inspect(vlm, PICTURE, PROMPT, [30] * (room + 1), room)
+    positions = vlm.config.text_config.max_position_embeddings
+    with pytest.raises(ValueError, match=f"of the model's {positions} positions"):
+        lens.inspect(vlm, IMAGE, PROMPT, [30] * (positions + 1), positions)
 
 
-def test_a_batch_is_refused():
-    vlm = vlm_of("paligemma1")
-    inputs = vlm.processor([PICTURE, PICTURE], [PROMPT, PROMPT])
-    allowed_tokens = vlm.processor.allowed_tokens(vlm.config.text_config.vocab_size)
-    with pytest.raises(ValueError, match="2 prompts"):
-        lens.inspect_step(vlm.model, vlm.processor, inputs, allowed_tokens, [30], 0)
+def test_inspection_uses_the_cached_image_features():
+    vlm, runs = PaliGemma(new_model("paligemma1"), processor_of("paligemma1")), []
+    answer = sampled(vlm)
+    vlm.model.vision_tower.register_forward_hook(lambda *_: runs.append(None))
+    lens.inspect(vlm, IMAGE, PROMPT, answer.token_ids, 1)
+    lens.image_shares(vlm, IMAGE, PROMPT, answer.token_ids)
+    assert runs == []
 
 
-def test_overflow_is_said():
+def test_non_finite_logits_are_reported():
     model = new_model("paligemma1")
     with torch.no_grad():
         model.language_model.model.layers[1].mlp.down_proj.weight.fill_(torch.nan)
-    with pytest.raises(NonFiniteLogitsError, match="depth 2"):
-        lens.inspect(PaliGemma(model, processor_of("paligemma1")), PICTURE, PROMPT, [30], 0)
+    with pytest.raises(NonFiniteLogitsError, match="after layer 2"):
+        lens.inspect(PaliGemma(model, processor_of("paligemma1")), IMAGE, PROMPT, [30], 0)
 
 
-def test_the_model_is_left_as_it_was():
+def test_inspection_does_not_modify_the_model():
     model = new_model("sliding")
     vlm = PaliGemma(model, processor_of("sliding"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     answer = sampled(vlm)
-    first = lens.inspect(vlm, PICTURE, PROMPT, answer.token_ids, 5)
-    second = lens.inspect(vlm, PICTURE, PROMPT, answer.token_ids, 5)
+    first = lens.inspect(vlm, IMAGE, PROMPT, answer.token_ids, 5)
+    second = lens.inspect(vlm, IMAGE, PROMPT, answer.token_ids, 5)
     assert torch.equal(first.attention, second.attention) and first.lens == second.lens
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
@@ -250,9 +248,9 @@ def test_the_model_is_left_as_it_was():
     assert sampled(vlm).token_ids == answer.token_ids
 
 
-def test_results_cannot_be_changed():
+def test_results_are_immutable():
     vlm = vlm_of("paligemma1")
-    found = lens.inspect(vlm, PICTURE, PROMPT, [30], 0)
+    found = lens.inspect(vlm, IMAGE, PROMPT, [30], 0)
     for result, name in ((found, "attention"), (found.lens[0], "prob")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(result, name, None)

@@ -17,10 +17,11 @@ from reference_models import (
 )
 from torch import Tensor
 
+from paligemma.attention_mask import prefix_lm_visible
 from paligemma.benchmarks.random_checkpoints import CASES, GEMMA2, Case
 from paligemma.config import PaliGemmaConfig, SiglipVisionConfig
 from paligemma.kv_cache import KVCache
-from paligemma.modeling import PaliGemmaForConditionalGeneration, prefix_lm_visible
+from paligemma.modeling import PaliGemmaForConditionalGeneration
 
 LIMIT = 1e-4
 
@@ -34,7 +35,7 @@ def types_of(prefix: Tensor, suffix: Tensor) -> Tensor:
 
 
 def one_by_one(case: str, prefix: Tensor, answer: Tensor, **inputs: Tensor) -> Tensor:
-    """Logits at the prefix's end and behind each answer token, the answer fed token by token into a cache."""
+    """Logits after the prefix and after each answer token, decoded token by token with a cache."""
     model = our_model(case)
     cache = new_cache(case, prefix.shape[1] + answer.shape[1], len(prefix))
     mask = inputs.pop("attention_mask", None)
@@ -47,19 +48,19 @@ def one_by_one(case: str, prefix: Tensor, answer: Tensor, **inputs: Tensor) -> T
 
 
 def whole(case: str, prefix: Tensor, answer: Tensor) -> Tensor:
-    """The same from one forward pass without a cache."""
+    """The same logits from one forward pass without a cache."""
     ids = torch.cat((prefix, answer), dim=1)
     output = our_model(case)(ids, pixels_of(case, len(ids)), token_type_ids=types_of(prefix, answer))
     return output["logits"][:, prefix.shape[1] - 1 :]
 
 
-# Against transformers
+# Parity with transformers
 
 
 @pytest.mark.parametrize("prompt", ["", SHORT_PROMPT, LONG_PROMPT])
 @pytest.mark.parametrize("case", [name for name in CASES if name != "paligemma1-224"])
 @torch.inference_mode()
-def test_prefix_logits_equal_those_of_transformers(case: str, prompt: str) -> None:
+def test_prefix_logits_equal_transformers(case: str, prompt: str) -> None:
     ids = prompt_ids(case, prompt)
     ours = our_model(case)(ids, pixels_of(case))["logits"]
     torch.testing.assert_close(ours, reference_logits(case, ids), atol=LIMIT, rtol=0)
@@ -67,7 +68,7 @@ def test_prefix_logits_equal_those_of_transformers(case: str, prompt: str) -> No
 
 @pytest.mark.parametrize("case", FAST_CASES)
 @torch.inference_mode()
-def test_suffix_given_at_once_equals_transformers_with_its_loss(case: str) -> None:
+def test_suffix_logits_and_loss_equal_transformers(case: str) -> None:
     prefix, suffix = prompt_ids(case), random_ids(7)
     ids, types = torch.cat((prefix, suffix), dim=1), types_of(prefix, suffix)
     labels = ids.masked_fill(types == 0, -100)
@@ -80,8 +81,8 @@ def test_suffix_given_at_once_equals_transformers_with_its_loss(case: str) -> No
 
 @pytest.mark.parametrize("characters", range(9))
 @torch.inference_mode()
-def test_window_of_8_around_its_length(characters: int) -> None:
-    """Prefixes of 6 to 14 tokens and answers that carry them over the window's edge."""
+def test_sliding_window_equals_transformers_around_its_length(characters: int) -> None:
+    """Prefixes of 6 to 14 tokens, with answers, against a window of 8."""
     prefix, answer = prompt_ids("sliding", "z" * characters), random_ids(6)
     assert prefix.shape[1] == 6 + characters
     ids, types = torch.cat((prefix, answer), dim=1), types_of(prefix, answer)
@@ -91,8 +92,8 @@ def test_window_of_8_around_its_length(characters: int) -> None:
 
 
 @torch.inference_mode()
-def test_the_window_matters_to_answers_and_not_to_prefixes() -> None:
-    """Else the test above could not tell right from wrong."""
+def test_sliding_window_affects_answers_but_not_prefixes() -> None:
+    """Otherwise the test above could not fail."""
     prefix, answer = prompt_ids("sliding", LONG_PROMPT), random_ids(6)
     windowed = one_by_one("sliding", prefix, answer)
     unlimited = new_model(Case({**CASES["sliding"].text, "sliding_window": 4096}, image_size=28))
@@ -103,20 +104,20 @@ def test_the_window_matters_to_answers_and_not_to_prefixes() -> None:
 
 
 @torch.inference_mode()
-def test_a_left_padded_batch_equals_transformers() -> None:
+def test_left_padded_batch_equals_transformers() -> None:
     ids, mask = padded_batch("paligemma2")
     ours = our_model("paligemma2")(ids, pixels_of("paligemma2", 2), mask)["logits"]
     reference = reference_logits("paligemma2", ids, attention_mask=mask)
     torch.testing.assert_close(ours[mask.bool()], reference[mask.bool()], atol=LIMIT, rtol=0)
 
 
-# Cache
+# KV cache
 
 
 @pytest.mark.parametrize("length", [1, 2, 17])
 @pytest.mark.parametrize("case", FAST_CASES)
 @torch.inference_mode()
-def test_cached_equals_uncached(case: str, length: int) -> None:
+def test_cached_decoding_equals_uncached(case: str, length: int) -> None:
     prefix, answer = prompt_ids(case), random_ids(length)
     torch.testing.assert_close(one_by_one(case, prefix, answer), whole(case, prefix, answer), atol=LIMIT, rtol=0)
 
@@ -124,7 +125,7 @@ def test_cached_equals_uncached(case: str, length: int) -> None:
 @pytest.mark.parametrize("split", [1, 3, 9])
 @pytest.mark.parametrize("case", FAST_CASES)
 @torch.inference_mode()
-def test_several_tokens_into_a_warm_cache_equal_one_by_one(case: str, split: int) -> None:
+def test_several_tokens_at_once_equal_token_by_token(case: str, split: int) -> None:
     prefix, answer = prompt_ids(case), random_ids(10)
     model, cache = our_model(case), new_cache(case, prefix.shape[1] + 10)
     model(prefix, pixels_of(case), kv_cache=cache)
@@ -134,7 +135,7 @@ def test_several_tokens_into_a_warm_cache_equal_one_by_one(case: str, split: int
 
 
 @torch.inference_mode()
-def test_the_cache_is_returned_and_belongs_to_the_caller() -> None:
+def test_given_cache_is_extended_and_returned() -> None:
     prefix, pixels = prompt_ids("paligemma1"), pixels_of("paligemma1")
     model, cache = our_model("paligemma1"), new_cache("paligemma1", 40)
     output = model(prefix, pixels, kv_cache=cache)
@@ -145,9 +146,9 @@ def test_the_cache_is_returned_and_belongs_to_the_caller() -> None:
 
 
 @torch.inference_mode()
-def test_a_full_cache_says_so() -> None:
+def test_full_cache_is_an_error() -> None:
     prefix = prompt_ids("paligemma1")
-    with pytest.raises(ValueError, match="room for 5 tokens"):
+    with pytest.raises(ValueError, match="max_length is 5"):
         our_model("paligemma1")(prefix, pixels_of("paligemma1"), kv_cache=new_cache("paligemma1", 5))
 
 
@@ -155,7 +156,7 @@ def test_a_full_cache_says_so() -> None:
 
 
 def padded_batch(case: str) -> tuple[Tensor, Tensor]:
-    """A long and a short prompt, the short one padded on the left: ids and attention mask."""
+    """A long and a left-padded short prompt: ids and attention mask."""
     long, short = prompt_ids(case, LONG_PROMPT), prompt_ids(case, SHORT_PROMPT)
     padding = torch.zeros(1, long.shape[1] - short.shape[1], dtype=torch.long)
     ids = torch.cat((long, torch.cat((padding, short), dim=1)))
@@ -166,34 +167,35 @@ def padded_batch(case: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("case", FAST_CASES)
 @torch.inference_mode()
-def test_a_padded_batch_equals_single_runs(case: str) -> None:
+def test_padded_batch_equals_single_sequences(case: str) -> None:
     ids, mask = padded_batch(case)
     answer = random_ids(9, batch=2)
     batch = one_by_one(case, ids, answer, attention_mask=mask)
-    for row in range(2):
-        alone_ids = ids[row : row + 1, mask[row].bool()]
+    for index in range(2):
+        own = slice(index, index + 1)
+        alone_ids = ids[own, mask[index].bool()]
         cache = new_cache(case, alone_ids.shape[1] + 9)
-        pixels = pixels_of(case, 2)[row : row + 1]
+        pixels = pixels_of(case, 2)[own]
         logits = [our_model(case)(alone_ids, pixels, kv_cache=cache)["logits"][:, -1:]]
-        logits += [our_model(case)(token, kv_cache=cache)["logits"] for token in answer[row : row + 1].split(1, dim=1)]
+        logits += [our_model(case)(token, kv_cache=cache)["logits"] for token in answer[own].split(1, dim=1)]
         alone = torch.cat(logits, dim=1)
-        largest_error = (batch[row : row + 1] - alone).abs().max()
+        largest_error = (batch[own] - alone).abs().max()
         assert largest_error < 1e-5 * alone.abs().max()
 
 
 @pytest.mark.parametrize("case", FAST_CASES)
 @torch.inference_mode()
-def test_what_stands_in_the_padding_does_not_matter(case: str) -> None:
+def test_padding_ids_do_not_change_logits(case: str) -> None:
     ids, mask = padded_batch(case)
     other = ids.masked_fill(mask == 0, 77)
     pixels = pixels_of(case, 2)
-    logits, other_logits = (our_model(case)(row, pixels, mask)["logits"] for row in (ids, other))
+    logits, other_logits = (our_model(case)(tokens, pixels, mask)["logits"] for tokens in (ids, other))
     torch.testing.assert_close(logits[mask.bool()], other_logits[mask.bool()], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("case", FAST_CASES)
 @torch.inference_mode()
-def test_a_row_of_padding_only_stays_finite(case: str) -> None:
+def test_sequence_of_padding_only_is_finite(case: str) -> None:
     ids = prompt_ids(case).repeat(2, 1)
     mask = torch.ones_like(ids)
     mask[1] = 0
@@ -202,7 +204,7 @@ def test_a_row_of_padding_only_stays_finite(case: str) -> None:
 
 @pytest.mark.parametrize("case", FAST_CASES)
 @torch.inference_mode()
-def test_a_suffix_token_does_not_change_what_comes_before(case: str) -> None:
+def test_suffix_tokens_do_not_change_earlier_logits(case: str) -> None:
     prefix, suffix = prompt_ids(case), random_ids(6)
     changed = suffix.clone()
     changed[0, 3] += 1
@@ -212,15 +214,15 @@ def test_a_suffix_token_does_not_change_what_comes_before(case: str) -> None:
 
 
 @torch.inference_mode()
-def test_a_prefix_token_changes_what_comes_before() -> None:
+def test_prefix_tokens_change_earlier_logits() -> None:
     ids = prompt_ids("paligemma1", LONG_PROMPT)
     changed = ids.clone()
     changed[0, -1] = 50
-    before, after = (our_model("paligemma1")(row, pixels_of("paligemma1"))["logits"] for row in (ids, changed))
+    before, after = (our_model("paligemma1")(tokens, pixels_of("paligemma1"))["logits"] for tokens in (ids, changed))
     assert (after[:, :-1] - before[:, :-1]).abs().amax(dim=-1).min() > 0.01
 
 
-def test_visible_keys_of_prefix_and_suffix() -> None:
+def test_prefix_is_bidirectional_and_suffix_causal() -> None:
     types = torch.tensor([[0, 0, 0, 1, 1]])
     visible = prefix_lm_visible(types, types)[0, 0].int().tolist()
     assert visible == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
@@ -230,8 +232,8 @@ def test_visible_keys_of_prefix_and_suffix() -> None:
 
 @pytest.mark.parametrize("case", FAST_CASES)
 @torch.inference_mode()
-def test_a_prefix_in_two_parts_sees_all_of_itself(case: str) -> None:
-    """The second part sees the first, however long ago it was; the first cannot see the second any more."""
+def test_second_part_of_a_prefix_attends_to_the_first(case: str) -> None:
+    """Beyond the sliding window too. The first part, already cached, does not attend to the second."""
     model, ids = our_model(case), prompt_ids(case, LONG_PROMPT)
     length, first = ids.shape[1], ids.shape[1] - 3
     cache = new_cache(case, length)
@@ -240,44 +242,44 @@ def test_a_prefix_in_two_parts_sees_all_of_itself(case: str) -> None:
     logits = model(ids[:, first:], token_type_ids=types, kv_cache=cache)["logits"]
     mask = torch.zeros(1, 1, length, length)
     mask[:, :, :first, first:] = torch.finfo(torch.float32).min
-    rows = model.merge_image_and_text(ids, model.get_image_features(pixels_of(case)))
-    hidden = model.language_model.model.run_layers(rows, mask, sliding_attention_mask=mask)
+    merged = model.merge_image_and_text(ids, model.get_image_features(pixels_of(case)))
+    hidden = model.language_model.model(merged, mask)
     expected = model.language_model.compute_logits(hidden)[:, first:]
     torch.testing.assert_close(logits, expected, atol=LIMIT, rtol=0)
 
 
 @torch.inference_mode()
-def test_a_mask_must_cover_cached_and_new_tokens() -> None:
+def test_mask_must_cover_cached_and_new_tokens() -> None:
     ids = prompt_ids("paligemma1")
     model, cache = our_model("paligemma1"), new_cache("paligemma1", 40)
     model(ids, pixels_of("paligemma1"), kv_cache=cache)
-    with pytest.raises(ValueError, match="must cover the 19 cached and the 1 new tokens"):
+    with pytest.raises(ValueError, match=r"must have shape \(1, 20\) \(19 cached and 1 new tokens\)"):
         model(random_ids(1), attention_mask=torch.ones(1, 1), kv_cache=cache)
 
 
-# Pictures and embeddings
+# Images and embeddings
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["paligemma1", "paligemma2"])
 @torch.inference_mode()
-def test_decoder_rows_at_image_positions_are_the_projectors_output(case: str, dtype: torch.dtype) -> None:
+def test_image_features_enter_the_decoder_unchanged(case: str, dtype: torch.dtype) -> None:
     assert CASES["paligemma2"].top_level_hidden_size != CASES["paligemma2"].text["hidden_size"]
     model, ids = our_model(case, dtype=dtype), prompt_ids(case)
-    rows = []
-    hook = model.language_model.model.layers[0].register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0]))
+    inputs = []
+    hook = model.language_model.model.layers[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     model(ids, pixels_of(case))
     hook.remove()
     features = model.multi_modal_projector(model.vision_tower(pixels_of(case)))
     num_image_tokens = model.config.vision_config.num_image_tokens
-    assert torch.equal(rows[0][:, :num_image_tokens], features)
+    assert torch.equal(inputs[0][:, :num_image_tokens], features)
     table = model.language_model.get_input_embeddings()
     factor = torch.tensor(model.config.text_config.hidden_size**0.5, dtype=dtype)
-    assert torch.equal(rows[0][:, num_image_tokens:], table(ids[:, num_image_tokens:]) * factor)
+    assert torch.equal(inputs[0][:, num_image_tokens:], table(ids[:, num_image_tokens:]) * factor)
 
 
 @torch.inference_mode()
-def test_image_features_may_be_given_instead_of_pixels() -> None:
+def test_image_features_can_replace_pixels() -> None:
     model, ids, pixels = our_model("paligemma1"), prompt_ids("paligemma1"), pixels_of("paligemma1")
     features = model.get_image_features(pixels)
     assert torch.equal(model(ids, image_features=features)["logits"], model(ids, pixels)["logits"])
@@ -285,32 +287,32 @@ def test_image_features_may_be_given_instead_of_pixels() -> None:
 
 @pytest.mark.parametrize("change", [-1, 1])
 @torch.inference_mode()
-def test_image_tokens_must_match_the_pictures(change: int) -> None:
+def test_number_of_image_tokens_must_match_the_images(change: int) -> None:
     ids = prompt_ids("paligemma1")
     ids = ids[:, 1:] if change < 0 else torch.cat((ids[:, :1], ids), dim=1)
-    with pytest.raises(ValueError, match=f"{16 + change} image tokens and the pictures give 16"):
+    with pytest.raises(ValueError, match=rf"one image token per image feature \(16\), got {16 + change}"):
         our_model("paligemma1")(ids, pixels_of("paligemma1"))
 
 
 @torch.inference_mode()
-def test_image_tokens_without_a_picture_are_an_error() -> None:
-    with pytest.raises(ValueError, match="16 image tokens and the pictures give 0"):
+def test_image_tokens_without_an_image_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"one image token per image feature \(0\), got 16"):
         our_model("paligemma1")(prompt_ids("paligemma1"))
 
 
 @torch.inference_mode()
-def test_logits_of_the_last_positions_only() -> None:
+def test_logits_to_keep_computes_only_the_last_logits() -> None:
     model, ids, pixels = our_model("paligemma2"), prompt_ids("paligemma2"), pixels_of("paligemma2")
     full = model(ids, pixels)["logits"]
     last = model(ids, pixels, logits_to_keep=2)["logits"]
     assert last.shape == (1, 2, model.config.text_config.vocab_size)
     torch.testing.assert_close(last, full[:, -2:], atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match="logits_to_keep is 1"):
+    with pytest.raises(ValueError, match="logits_to_keep must be 0 with labels, got 1"):
         model(ids, pixels, labels=ids, logits_to_keep=1)
 
 
 @torch.inference_mode()
-def test_gemma2_logits_are_inside_the_cap_and_the_cap_is_felt() -> None:
+def test_gemma2_logits_are_soft_capped() -> None:
     model = new_model("paligemma2")
     model.language_model.get_input_embeddings().weight.mul_(40)
     logits = model(prompt_ids("paligemma2"), pixels_of("paligemma2"))["logits"]
@@ -318,7 +320,7 @@ def test_gemma2_logits_are_inside_the_cap_and_the_cap_is_felt() -> None:
 
 
 @torch.inference_mode()
-def test_soft_cap_of_the_scores_and_query_scale_are_felt() -> None:
+def test_score_soft_cap_and_query_scale_change_the_logits() -> None:
     ids, pixels = prompt_ids("paligemma2"), pixels_of("paligemma2")
     logits = our_model("paligemma2")(ids, pixels)["logits"]
     for change in ({"attn_logit_softcapping": None}, {"query_pre_attn_scalar": 256}):
@@ -331,20 +333,20 @@ def test_soft_cap_of_the_scores_and_query_scale_are_felt() -> None:
 
 @pytest.mark.parametrize("case", FAST_CASES)
 @torch.inference_mode()
-def test_without_types_the_suffix_begins_at_the_first_label(case: str) -> None:
+def test_suffix_starts_at_the_first_label_by_default(case: str) -> None:
     prefix, suffix = prompt_ids(case).repeat(2, 1), random_ids(5, batch=2)
     ids, types = torch.cat((prefix, suffix), dim=1), types_of(prefix, suffix)
-    types[1, prefix.shape[1]] = 0  # in the second row the suffix begins a token later
+    types[1, prefix.shape[1]] = 0  # the second sequence's suffix starts one token later
     labels = ids.masked_fill(types == 0, -100)
-    labels[:, -2] = -100  # a gap in what is learned is not the prefix again
+    labels[:, -2] = -100  # an ignored label within the suffix does not end it
     pixels = pixels_of(case, 2)
     given = our_model(case)(ids, pixels, token_type_ids=types, labels=labels)
-    guessed = our_model(case)(ids, pixels, labels=labels)
-    assert torch.equal(guessed["logits"], given["logits"])
-    assert torch.equal(guessed["loss"], given["loss"])
+    default = our_model(case)(ids, pixels, labels=labels)
+    assert torch.equal(default["logits"], given["logits"])
+    assert torch.equal(default["loss"], given["loss"])
 
 
-def test_training_step_reaches_every_weight() -> None:
+def test_every_weight_receives_a_gradient() -> None:
     model = new_model("paligemma2").train()
     prefix, suffix = prompt_ids("paligemma2"), random_ids(4)
     ids, types = torch.cat((prefix, suffix), dim=1), types_of(prefix, suffix)
@@ -354,38 +356,38 @@ def test_training_step_reaches_every_weight() -> None:
     assert without == []
 
 
-# Every tensor counts
+# Every tensor matters
 
 
 @pytest.mark.parametrize("case", ["paligemma1", "paligemma2"])
 @torch.inference_mode()
-def test_changing_any_one_tensor_changes_the_logits(case: str) -> None:
-    """So that a wrongly loaded checkpoint cannot pass for right (k_proj.bias cancels in softmax: see test_siglip)."""
+def test_every_tensor_changes_the_logits(case: str) -> None:
+    """So a tensor that is loaded wrongly cannot go unnoticed (except k_proj.bias, see test_siglip)."""
     model, ids, pixels = new_model(case), prompt_ids(case), pixels_of(case)
     generator = torch.Generator().manual_seed(0)
     logits = model(ids, pixels)["logits"]
-    unmoved = {}
+    unused = {}
     for name, weight in model.named_parameters():
-        kept = weight.clone()
-        weight += 0.3 * kept.std() * torch.randn(kept.shape, generator=generator)
+        original = weight.clone()
+        weight += 0.3 * original.std() * torch.randn(original.shape, generator=generator)
         change = (model(ids, pixels)["logits"] - logits).abs().max().item()
-        weight.copy_(kept)
+        weight.copy_(original)
         if change < 100 * LIMIT and not name.endswith("self_attn.k_proj.bias"):
-            unmoved[name] = change
-    assert unmoved == {}
+            unused[name] = change
+    assert unused == {}
 
 
-# Types and devices
+# Dtypes and devices
 
 
 @torch.inference_mode()
-def test_lower_types_take_float32_pixels_and_give_float32_logits() -> None:
+def test_low_precision_model_accepts_float32_pixels_and_returns_float32_logits() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         logits = our_model("paligemma2", dtype=dtype)(prompt_ids("paligemma2"), pixels_of("paligemma2"))["logits"]
         assert logits.dtype == torch.float32 and logits.isfinite().all()
 
 
-def test_a_model_on_the_meta_device_takes_no_memory() -> None:
+def test_model_can_be_built_on_the_meta_device() -> None:
     config = PaliGemmaConfig(SiglipVisionConfig(), config_of("paligemma1").text_config)
     with torch.device("meta"):
         model = PaliGemmaForConditionalGeneration(config)

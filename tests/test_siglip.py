@@ -9,7 +9,7 @@ from paligemma.siglip import SiglipMLP, SiglipVisionModel
 
 
 @pytest.mark.parametrize("case", ["paligemma1", "sliding", "paligemma1-112"])
-def test_features_equal_those_of_transformers(case: str) -> None:
+def test_features_equal_transformers(case: str) -> None:
     pixels = pixels_of(case, batch=2)
     with torch.inference_mode():
         ours = our_model(case).vision_tower(pixels)
@@ -17,29 +17,29 @@ def test_features_equal_those_of_transformers(case: str) -> None:
     torch.testing.assert_close(ours, reference, atol=1e-5, rtol=0)
 
 
-def test_one_feature_row_a_patch_row_by_row() -> None:
+def test_patches_are_in_raster_order() -> None:
     embeddings = our_model("paligemma1").vision_tower.vision_model.embeddings
     pixels = pixels_of("paligemma1")
     changed = pixels.clone()
-    changed[:, :, 14:28, 42:56] = 0  # the patch in row 1, column 3 of 4 x 4
+    changed[:, :, 14:28, 42:56] = 0  # the patch at row 1, column 3 of 4 x 4
     with torch.inference_mode():
         moved = (embeddings(pixels) - embeddings(changed)).abs().amax(dim=-1)[0] > 1e-5
     assert moved.nonzero().flatten().tolist() == [1 * 4 + 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_float32_pixels_enter_a_lower_type(dtype: torch.dtype) -> None:
+def test_low_precision_tower_accepts_float32_pixels(dtype: torch.dtype) -> None:
     features = our_model("paligemma1", dtype=dtype).vision_tower(pixels_of("paligemma1"))
     assert features.dtype == dtype
     assert features.isfinite().all()
 
 
-def test_another_picture_size_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"pixel_values are \(28, 28\); this checkpoint reads 56 x 56 pixels"):
+def test_other_image_sizes_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"must be 56 x 56 pixels for this checkpoint, got shape \(1, 3, 28, 28\)"):
         our_model("paligemma1").vision_tower(pixels_of("sliding"))
 
 
-def test_gelu_is_the_tanh_one() -> None:
+def test_mlp_uses_tanh_gelu() -> None:
     mlp = SiglipMLP(SiglipVisionConfig(hidden_size=1, intermediate_size=1, num_attention_heads=1))
     with torch.no_grad():
         for layer in (mlp.fc1, mlp.fc2):
@@ -49,8 +49,8 @@ def test_gelu_is_the_tanh_one() -> None:
     assert output == pytest.approx(-0.15881, abs=5e-6)  # with erf: -0.15866
 
 
-def test_a_bias_of_the_keys_cancels_in_softmax() -> None:
-    """Why no test of logits can see whether this tensor was loaded: it is checked by value instead."""
+def test_key_bias_cancels_in_softmax() -> None:
+    """The reason why k_proj.bias is exempt from the tests that change a tensor and expect other logits."""
     model = new_model("paligemma1").vision_tower
     pixels = pixels_of("paligemma1")
     with torch.inference_mode():
@@ -61,7 +61,7 @@ def test_a_bias_of_the_keys_cancels_in_softmax() -> None:
 
 
 @pytest.mark.parametrize(("image_size", "tokens"), [(224, 256), (448, 1024), (896, 4096)])
-def test_number_of_patches(image_size: int, tokens: int) -> None:
+def test_official_image_sizes_give_the_expected_number_of_patches(image_size: int, tokens: int) -> None:
     config = SiglipVisionConfig(image_size=image_size)
     with torch.device("meta"):
         model = SiglipVisionModel(config)

@@ -78,7 +78,7 @@ def packed_logits(model: PaliGemmaForConditionalGeneration, questions: list, fea
     rows = torch.cat((features, decoder.scale_embeddings(decoder.embed_tokens(text["ids"]))), dim=1)
     visible = packed_visible(text["segment"], text["kind"])
     mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-    hidden = decoder.run_layers(rows, mask, None, packed_positions(text["segment"]))
+    hidden = decoder(rows, mask, position_ids=packed_positions(text["segment"]))
     return model.language_model.compute_logits(hidden[:, NUM_PATCHES:])[0]
 
 

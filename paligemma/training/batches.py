@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paligemma.modeling import prefix_lm_visible
+from paligemma.attention_mask import prefix_lm_visible
 from paligemma.parsing import CODES_PER_MASK
 from paligemma.training.icons import CLASSES, COLORS, STYLES_TRAINED, load_sprites
 from paligemma.training.masks import MaskEncoder

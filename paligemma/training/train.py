@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from paligemma.checkpoint import load_model, save
+from paligemma.checkpoint import load_model, save_model
 from paligemma.config import GemmaConfig, PaliGemmaConfig, SiglipVisionConfig
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 from paligemma.parsing import CODES_PER_MASK
@@ -347,7 +347,7 @@ class Trainer:
         if options.compile:
             decoder = self.model.language_model.model
             self.model.vision_tower.compile(dynamic=False)
-            decoder.run_layers = torch.compile(decoder.run_layers, dynamic=False)
+            decoder.compile(dynamic=False)
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         matrices, others = [], []
@@ -409,7 +409,7 @@ class Trainer:
         dtype = getattr(torch, self.options.precision)
         mask = torch.zeros(visible.shape, dtype=dtype, device=self.device)
         mask.masked_fill_(~visible, torch.finfo(dtype).min)
-        hidden = decoder.run_layers(rows, mask, None, packed_positions(text["segment"]))
+        hidden = decoder(rows, mask, position_ids=packed_positions(text["segment"]))
         places = asked.flatten().nonzero()[:, 0]
         padded = F.pad(places, (0, -len(places) % 512))  # few shapes, for the same reason as in DenseHeads
         return self.model.language_model.compute_logits(hidden[:, NUM_PATCHES:].flatten(0, 1)[padded])[: len(places)]
@@ -481,7 +481,7 @@ def find_state(options: TrainOptions) -> Path | None:
 def export(model: PaliGemmaForConditionalGeneration, folder: Path) -> None:
     """Write the model as the hub has one: bfloat16 weights, configuration, tokenizer, preprocessing, end token."""
     save_tokenizer(folder)
-    save(model, folder, dtype=torch.bfloat16)
+    save_model(model, folder, dtype=torch.bfloat16)
     config = model.config
     preprocessor = {
         "image_processor_type": "SiglipImageProcessor",
