@@ -1,4 +1,4 @@
-"""Sampling at its edges, and the loop: what a Step says, when the loop ends, how much it computes."""
+"""The generation loop: the contents of a Step, forced tokens, stopping, amount of computation, seeds, dtypes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -17,40 +16,20 @@ from tiny_models import FILLER_ROWS, KINDS, tiny_config, tiny_model, tiny_proces
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from paligemma import generation
-from paligemma.generation import (
-    GenerationOptions,
-    GenerationResult,
-    NonFiniteLogitsError,
-    Sampling,
-    draw,
-    keep_top_k,
-    keep_top_p,
-    rank_of,
-    sample,
-    sampling_probabilities,
-    stream,
-    top_k_indices,
-)
+from paligemma.errors import InputError, NonFiniteLogitsError
+from paligemma.generation import GenerationOptions, GenerationResult, StepCollector, stream
 from paligemma.kv_cache import KVCache
+from paligemma.sampling import Sampling
 
 PROMPT = "detect cat"
 EOS = tiny_processor().eos_token_id
 
 
-def random_logits(seed: int, rows: int = 500) -> torch.Tensor:
-    return 3 * torch.randn(rows, generator=torch.Generator().manual_seed(seed))
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def tiny_inputs(prompt: str = PROMPT) -> dict[str, torch.Tensor]:
-    image = gradient_picture()
-    return tiny_processor()([image], [prompt])
+    return tiny_processor()([gradient_image()], [prompt])
 
 
-def gradient_picture() -> Image.Image:
+def gradient_image() -> Image.Image:
     red, green = Image.linear_gradient("L"), Image.radial_gradient("L")
     return Image.merge("RGB", (red, green, red.rotate(90)))
 
@@ -60,9 +39,16 @@ def allowed_tokens_of(model) -> torch.Tensor:
 
 
 def start(model, inputs=None, **options):
-    """stream() with the tiny processor; `sampling` may be left out (greedy)."""
+    """Call `stream` with the tiny processor."""
     inputs = tiny_inputs() if inputs is None else inputs
     return stream(model, tiny_processor(), inputs, allowed_tokens_of(model), GenerationOptions(**options))
+
+
+def result_of(stream) -> GenerationResult:
+    """Exhaust a stream and return its result."""
+    collector = StepCollector(stream)
+    assert list(collector) == collector.steps
+    return collector.result
 
 
 def ids_of(steps) -> list[int]:
@@ -70,7 +56,7 @@ def ids_of(steps) -> list[int]:
 
 
 def change_logits(model, change) -> None:
-    """Let `change(logits)` rewrite the head's output, (1, positions, vocabulary), in place."""
+    """Call `change(logits)` on the output of the head, (1, positions, vocab), to modify it in place."""
     model.language_model.lm_head.register_forward_hook(lambda module, arguments, output: change(output))
 
 
@@ -84,101 +70,7 @@ def set_end_tokens(model, *token_ids: int) -> None:
     model.config = dataclasses.replace(model.config, eos_token_ids=token_ids)
 
 
-# Sampling -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-@pytest.mark.parametrize(
-    ("top_k", "top_p"), [(0, 1.0), (7, 1.0), (0, 0.8), (0, 0.05), (40, 0.9), (1, 1.0), (10**6, 0.5)]
-)
-def test_probabilities_equal_those_of_transformers(seed, temperature, top_k, top_p):
-    logits = random_logits(seed)
-    expected = TemperatureLogitsWarper(temperature)(None, logits[None].double())
-    if top_k:
-        expected = TopKLogitsWarper(top_k)(None, expected)
-    if top_p < 1:
-        expected = TopPLogitsWarper(top_p)(None, expected)
-    probabilities = sampling_probabilities(logits, Sampling(temperature, top_k, top_p))
-    torch.testing.assert_close(probabilities, expected[0].softmax(dim=-1), rtol=1e-9, atol=1e-15)
-    assert float(probabilities.sum()) == pytest.approx(1, abs=1e-12)
-
-
-def test_top_k_keeps_rows_that_equal_the_kth():
-    kept = keep_top_k(torch.tensor([5.0, 3.0, 4.0, 3.0, 2.0]), 3)
-    assert kept.tolist() == [5.0, 3.0, 4.0, 3.0, -math.inf]
-    assert torch.equal(kept, TopKLogitsWarper(3)(None, torch.tensor([[5.0, 3.0, 4.0, 3.0, 2.0]]))[0])
-
-
-@pytest.mark.parametrize("top_k", [0, 3, 4])
-def test_top_k_of_nothing_or_everything_changes_nothing(top_k):
-    assert keep_top_k(torch.tensor([1.0, 2.0, 0.0]), top_k).tolist() == [1.0, 2.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("top_p", "kept"),
-    [(1e-300, [0]), (0.49, [0]), (0.5, [0]), (0.51, [0, 1]), (0.75, [0, 1]), (0.76, [0, 1, 2]), (1.0, [0, 1, 2, 3])],
-)
-def test_top_p_keeps_the_row_that_crosses_the_bound_and_none_behind_an_exact_sum(top_p, kept):
-    probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
-    nucleus = keep_top_p(probabilities, top_p)
-    assert nucleus.nonzero().flatten().tolist() == kept
-    assert float(nucleus.sum()) == pytest.approx(1, abs=1e-15)
-
-
-def test_top_p_prefers_the_lower_id_among_equals():
-    uniform = torch.full((10,), 0.1, dtype=torch.float64)
-    assert keep_top_p(uniform, 0.35).nonzero().flatten().tolist() == [0, 1, 2, 3]
-    assert keep_top_p(uniform, 1e-12).nonzero().flatten().tolist() == [0]
-
-
-@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-8, 1e-3])
-def test_a_tiny_temperature_takes_the_largest_logit(temperature):
-    logits = random_logits(1) * 1000
-    chosen, probabilities = sample(logits, Sampling(temperature, seed=1), seeded())
-    assert chosen == int(logits.argmax())
-    assert probabilities[chosen] == 1
-    assert probabilities.isfinite().all()
-
-
-def test_a_high_temperature_levels_the_probabilities():
-    probabilities = sampling_probabilities(random_logits(2), Sampling(100.0))
-    assert float(probabilities.max()) < 1.5 / len(probabilities)
-    level = sampling_probabilities(random_logits(2), Sampling(1e308))
-    torch.testing.assert_close(level, torch.full_like(level, 1 / len(level)))
-
-
-def test_greedy_takes_the_lowest_id_among_equals_and_no_random_number():
-    generator, untouched = seeded(), seeded()
-    chosen, probabilities = sample(torch.tensor([1.0, 3.0, 3.0, 2.0]), Sampling(), generator)
-    assert chosen == 1
-    assert probabilities.tolist() == [0, 1, 0, 0]
-    assert torch.equal(generator.get_state(), untouched.get_state())
-
-
-def test_draws_follow_the_probabilities_and_never_meet_a_zero():
-    probabilities = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0], dtype=torch.float64)
-    generator = seeded(3)
-    counts = Counter(draw(probabilities, generator) for _ in range(4000))
-    assert set(counts) == {1, 3, 4}
-    for row, probability in ((1, 0.2), (3, 0.5), (4, 0.3)):
-        assert counts[row] / 4000 == pytest.approx(probability, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("temperature", [math.inf, math.nan, -1, -1e-9, "1", None, True, 10**400]),
-        ("top_k", [-1, 1.5, None, "5", True]),
-        ("top_p", [0, -0.1, 1.0001, math.nan, math.inf, None, True]),
-        ("seed", [-1, 2**63, 1.0, "1", True]),
-    ],
-)
-def test_bad_sampling_values_are_named(name, values):
-    for value in values:
-        with pytest.raises(ValueError, match=name) as caught:
-            Sampling(**{name: value})
-        assert repr(value) in str(caught.value)
+# Options
 
 
 @pytest.mark.parametrize(
@@ -190,34 +82,24 @@ def test_bad_sampling_values_are_named(name, values):
         ("time_limit", [0, -1, math.nan, math.inf, "1"]),
     ],
 )
-def test_bad_options_are_named(name, values):
+def test_invalid_option_is_named_in_the_error(name, values):
     for value in values:
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(InputError, match=f"^{name} must be") as caught:
             GenerationOptions(**{name: value})
+        assert caught.value.code == f"generation.{name}"
 
 
-def test_numbers_of_any_kind_become_pythons_own():
-    sampling = Sampling(np.float32(0.5), np.int64(3), Fraction(1, 2), np.uint8(7))
-    assert sampling == Sampling(0.5, 3, 0.5, 7)
-    values = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
-    assert [type(value) for value in values] == [float, int, float, int]
+def test_forced_ids_become_python_integers():
     for forced_ids in ([5], 5, np.array([5]), np.int64(5), range(5, 6), iter([5])):
         (token_id,) = GenerationOptions(forced_ids=forced_ids).forced_ids
         assert (token_id, type(token_id)) == (5, int)
 
 
-def test_largest_rows_and_ranks_agree_and_order_equals_by_id():
-    logits = torch.tensor([1.0, 4.0, 2.0, 4.0, 2.0, 2.0])
-    assert top_k_indices(logits, 4) == [1, 3, 2, 4]
-    assert top_k_indices(logits, 50) == [1, 3, 2, 4, 5, 0]
-    assert [rank_of(logits, row) for row in top_k_indices(logits, 6)] == [1, 2, 3, 4, 5, 6]
+# Contents of a Step
 
 
-# What a Step says -----------------------------------------------------------------------------------------------
-
-
-def row_of_step(model, steps, index: int) -> torch.Tensor:
-    """The logits of one step's position, computed anew without a cache: float64, -inf where no token may stand."""
+def logits_of_step(model, steps, index: int) -> torch.Tensor:
+    """Recompute the logits of a step without a KV cache: (vocab,), float64, -inf for tokens that are not allowed."""
     inputs = tiny_inputs()
     answer = torch.tensor([ids_of(steps[:index])], dtype=torch.long)
     input_ids = torch.cat((inputs["input_ids"], answer), dim=1)
@@ -228,11 +110,11 @@ def row_of_step(model, steps, index: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.3, top_k=200, top_p=0.9, seed=5)])
-def test_every_figure_of_a_step_is_that_of_its_position(kind, sampling):
+def test_step_matches_the_logits_of_its_position(kind, sampling):
     model = tiny_model(kind)
     steps = list(start(model, max_new_tokens=17, sampling=sampling, top_n=6))
     for step in steps:
-        row = row_of_step(model, steps, step.index)
+        row = logits_of_step(model, steps, step.index)
         logprobs = row.log_softmax(dim=0)
         probabilities = logprobs.exp()
         assert step.logit == pytest.approx(float(row[step.token_id]), abs=1e-4)
@@ -248,15 +130,15 @@ def test_every_figure_of_a_step_is_that_of_its_position(kind, sampling):
             assert candidate.logprob == pytest.approx(candidate.logit - step.logsumexp)
             assert candidate.prob == pytest.approx(math.exp(candidate.logprob))
     assert [step.index for step in steps] == list(range(len(steps)))
-    assert len(set(ids_of(steps))) > 5, "the model repeats itself, so that this test proves little"
+    assert len(set(ids_of(steps))) > 5, "the test needs a varied answer"
 
 
-def test_sampled_probabilities_of_steps_are_those_of_transformers():
+def test_sampled_prob_matches_transformers():
     model = tiny_model()
     sampling = Sampling(1.4, top_k=60, top_p=0.8, seed=2)
     steps = list(start(model, max_new_tokens=6, sampling=sampling, top_n=50))
     for step in steps:
-        row = row_of_step(model, steps, step.index)[None]
+        row = logits_of_step(model, steps, step.index)[None]
         for warper in (TemperatureLogitsWarper(1.4), TopKLogitsWarper(60), TopPLogitsWarper(0.8)):
             row = warper(None, row)
         expected = row.softmax(dim=-1)[0]
@@ -266,7 +148,7 @@ def test_sampled_probabilities_of_steps_are_those_of_transformers():
             assert candidate.sampled_prob == pytest.approx(float(expected[candidate.token_id]), abs=1e-5)
 
 
-def test_greedy_chooses_the_first_candidate_with_certainty():
+def test_greedy_step_has_rank_1_and_sampled_prob_1():
     for step in start(tiny_model(), max_new_tokens=8):
         assert step.top[0].token_id == step.token_id
         assert step.rank == 1
@@ -274,29 +156,29 @@ def test_greedy_chooses_the_first_candidate_with_certainty():
         assert [candidate.sampled_prob for candidate in step.top] == [1] + [0] * 9
 
 
-def test_the_number_of_candidates():
+def test_top_n_is_the_number_of_candidates():
     for top_n in (1, 50):
         (step,) = start(tiny_model(), max_new_tokens=1, top_n=top_n)
         assert len(step.top) == top_n
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(100.0, seed=0)])
-def test_image_token_and_rows_without_a_piece_do_not_exist(sampling):
+def test_tokens_that_are_not_allowed_have_no_effect(sampling):
     model = tiny_model()
     plain = list(start(model, max_new_tokens=5, sampling=sampling, top_n=50))
-    hidden_rows = ~allowed_tokens_of(model)
-    assert int(hidden_rows.sum()) == FILLER_ROWS + 1
+    not_allowed = ~allowed_tokens_of(model)
+    assert int(not_allowed.sum()) == FILLER_ROWS + 1
 
-    def make_them_the_largest(logits):
-        logits[..., hidden_rows] = torch.tensor([1e6] * FILLER_ROWS + [math.inf])
+    def give_them_the_largest_logits(logits):
+        logits[..., not_allowed] = torch.tensor([1e6] * FILLER_ROWS + [math.inf])
 
-    change_logits(model, make_them_the_largest)
+    change_logits(model, give_them_the_largest_logits)
     steps = list(start(model, max_new_tokens=5, sampling=sampling, top_n=50))
     for step, expected in zip(steps, plain, strict=True):
         assert dataclasses.replace(step, seconds=0) == dataclasses.replace(expected, seconds=0)
 
 
-def test_texts_join_and_bytes_are_held_until_they_end():
+def test_text_deltas_join_and_incomplete_characters_are_held_back():
     processor = tiny_processor()
     pieces = ["▁cat", "<0xE2>", "<0x82>", "<0xAC>", "<loc0012>", "<eos>", "<0xE2>", "<0x82>"]
     token_ids = [processor.tokenizer.token_to_id(piece) for piece in pieces]
@@ -310,23 +192,46 @@ def test_texts_join_and_bytes_are_held_until_they_end():
     assert steps[-1].text == processor.decode(token_ids)
 
 
-# Cache and forced tokens ----------------------------------------------------------------------------------------
+# StepCollector
+
+
+def test_step_collector_keeps_the_steps_and_the_result():
+    collector = StepCollector(start(tiny_model(), max_new_tokens=3))
+    first = next(collector)
+    assert (collector.steps, collector.result) == ([first], None)
+    rest = list(collector)
+    assert collector.steps == [first, *rest]
+    assert collector.result.steps == tuple(collector.steps)
+    assert next(collector, None) is None
+    assert collector.result is not None
+
+
+def test_closing_a_step_collector_closes_the_stream():
+    generator = start(tiny_model(), max_new_tokens=3)
+    collector = StepCollector(generator)
+    next(collector)
+    collector.close()
+    assert list(generator) == []
+    assert (len(collector.steps), collector.result) == (1, None)
+
+
+# Cache and forced tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 2, 17])
-def test_cached_decoding_equals_decoding_without_a_cache(kind, length):
+def test_decoding_with_cache_equals_decoding_without(kind, length):
     model = tiny_model(kind)
     steps = list(start(model, max_new_tokens=length))
     assert len(steps) == length
     for step in steps:
-        row = row_of_step(model, steps, step.index)
+        row = logits_of_step(model, steps, step.index)
         assert step.token_id == int(row.argmax())
         assert step.logit == pytest.approx(float(row.max()), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_tokens_fed_at_once_into_a_warm_cache_equal_single_ones(kind):
+def test_chunked_decoding_equals_single_tokens(kind):
     model, inputs = tiny_model(kind), tiny_inputs()
     answer = torch.tensor([ids_of(start(model, max_new_tokens=12))])
     prefix_length = inputs["input_ids"].shape[1]
@@ -344,7 +249,7 @@ def test_several_tokens_fed_at_once_into_a_warm_cache_equal_single_ones(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.5, top_p=0.95, seed=11)])
-def test_a_forced_beginning_goes_on_as_a_generated_one(dtype, sampling):
+def test_forcing_the_first_tokens_of_an_answer_reproduces_it(dtype, sampling):
     model = tiny_model(dtype=dtype)
     generated = list(start(model, max_new_tokens=10, sampling=sampling))
     for length in (1, 4, 10):
@@ -353,7 +258,7 @@ def test_a_forced_beginning_goes_on_as_a_generated_one(dtype, sampling):
             assert dataclasses.replace(step, seconds=0) == dataclasses.replace(expected, seconds=0)
 
 
-def test_a_forced_token_that_would_not_have_come_leads_elsewhere():
+def test_forcing_another_candidate_changes_the_answer():
     model = tiny_model()
     greedy = list(start(model, max_new_tokens=6))
     branch_id = greedy[2].top[3].token_id
@@ -363,10 +268,10 @@ def test_a_forced_token_that_would_not_have_come_leads_elsewhere():
     assert branch[2].sampled_prob == 0
     assert branch[2].top == greedy[2].top
     assert ids_of(branch)[3:] != ids_of(greedy)[3:]
-    assert branch[3].logit == pytest.approx(float(row_of_step(model, branch, 3).max()), abs=1e-5)
+    assert branch[3].logit == pytest.approx(float(logits_of_step(model, branch, 3).max()), abs=1e-5)
 
 
-def test_forced_tokens_count_and_a_forced_end_token_ends():
+def test_forced_tokens_count_and_a_forced_end_token_stops():
     model = tiny_model()
     cut = list(start(model, max_new_tokens=2, forced_ids=[300, 301, 302]))
     assert ids_of(cut) == [300, 301]
@@ -377,18 +282,18 @@ def test_forced_tokens_count_and_a_forced_end_token_ends():
     assert ended[-1].text_delta == ""
 
 
-def test_forced_ids_that_may_not_stand_in_an_answer_are_refused():
+def test_forced_ids_that_are_not_allowed_are_rejected():
     model = tiny_model()
-    rows = model.config.text_config.vocab_size
-    for token_id in (-1, rows, rows - 1, tiny_processor().image_token_id):
-        with pytest.raises(ValueError, match=f"forced_ids holds {token_id}"):
+    vocab_size = model.config.text_config.vocab_size
+    for token_id in (-1, vocab_size, vocab_size - 1, tiny_processor().image_token_id):
+        with pytest.raises(ValueError, match=f"forced_ids must .* got {token_id}"):
             start(model, forced_ids=[5, token_id])
 
 
-# When the loop ends, and how much it computes -------------------------------------------------------------------
+# Stopping and amount of computation
 
 
-def test_every_end_token_of_the_configuration_ends():
+def test_every_end_token_of_the_config_stops():
     model = tiny_model()
     ids = ids_of(start(model, max_new_tokens=12))
     for end in (ids[4], ids[7]):
@@ -398,56 +303,56 @@ def test_every_end_token_of_the_configuration_ends():
         assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + ["eos"]
 
 
-def test_length_and_time_end():
+def test_max_new_tokens_and_time_limit_stop():
     model = tiny_model()
     assert [step.finish_reason for step in start(model, max_new_tokens=3)] == [None, None, "length"]
     assert [step.finish_reason for step in start(model, max_new_tokens=3, time_limit=1e-9)] == ["time"]
     assert [step.finish_reason for step in start(model, max_new_tokens=1, time_limit=1e-9)] == ["length"]
 
 
-def test_time_is_counted_from_the_beginning_of_the_request(monkeypatch):
-    clock = itertools.count(10.0)  # a second passes between two looks at the clock
+def test_times_start_with_the_request(monkeypatch):
+    clock = itertools.count(10.0)  # every reading of the clock is one second later
     monkeypatch.setattr(generation, "perf_counter", lambda: next(clock))
-    result = drained(start(tiny_model(), max_new_tokens=3))
+    result = result_of(start(tiny_model(), max_new_tokens=3))
     timing = result.timing
     assert [step.seconds for step in result.steps] == [3, 4, 5]
     assert (timing.image_s, timing.first_token_s, timing.total_s, timing.tokens_per_s) == (1, 3, 5, 1)
 
 
-def test_more_tokens_than_positions_are_refused_before_any_work():
+def test_more_tokens_than_positions_are_rejected_before_any_computation():
     inputs = tiny_inputs()
     prefix_length = inputs["input_ids"].shape[1]
     model = tiny_model(config=tiny_config("paligemma1", max_position_embeddings=prefix_length + 4))
     calls = count_calls(model)
-    with pytest.raises(ValueError, match=f"max_new_tokens is 5; .* {prefix_length} of the model's .* at most 4"):
+    with pytest.raises(ValueError, match=f"max_new_tokens must be <= 4, got 5. .* {prefix_length} of the model's"):
         start(model, inputs, max_new_tokens=5)
     assert not calls
     assert len(list(start(model, inputs, max_new_tokens=4))) == 4
 
 
-def test_a_batch_is_refused():
-    image = gradient_picture()
-    with pytest.raises(ValueError, match="2 prompts"):
+def test_batch_is_rejected():
+    image = gradient_image()
+    with pytest.raises(ValueError, match="exactly one prompt, got 2"):
         start(tiny_model(), tiny_processor()([image] * 2, ["a", "b"]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_forward_a_token_one_vision_tower_a_request_one_row_of_logits(kind):
+def test_one_forward_pass_per_token_and_one_vision_tower_pass_per_request(kind):
     model = tiny_model(kind)
     forwards, towers = count_calls(model), count_calls(model.vision_tower)
-    rows = []
-    model.register_forward_hook(lambda module, arguments, output: rows.append(output["logits"].shape[1]))
+    positions = []
+    model.register_forward_hook(lambda module, arguments, output: positions.append(output["logits"].shape[1]))
     assert len(list(start(model, max_new_tokens=5, forced_ids=[300, 301]))) == 5
     assert forwards["forward"] == 5
     assert towers["forward"] == 1
-    assert rows == [1] * 5
+    assert positions == [1] * 5
 
 
-def test_closing_stops_at_once():
+def test_closing_the_generator_stops_generation():
     model = tiny_model()
     forwards = count_calls(model)
     generator = start(model, max_new_tokens=50)
-    assert not forwards, "nothing runs before the first step is asked for"
+    assert not forwards, "nothing runs before the first step is requested"
     next(generator)
     next(generator)
     generator.close()
@@ -456,22 +361,22 @@ def test_closing_stops_at_once():
     assert len(list(start(model, max_new_tokens=3))) == 3
 
 
-def test_two_requests_in_turn_do_not_disturb_each_other():
+def test_interleaved_requests_are_independent():
     model = tiny_model()
-    alone = [ids_of(start(model, max_new_tokens=6, sampling=Sampling(1.5, seed=seed))) for seed in (1, 2)]
+    separate = [ids_of(start(model, max_new_tokens=6, sampling=Sampling(1.5, seed=seed))) for seed in (1, 2)]
     first, second = (start(model, max_new_tokens=6, sampling=Sampling(1.5, seed=seed)) for seed in (1, 2))
     mixed = [(one.token_id, other.token_id) for one, other in zip(first, second, strict=True)]
-    assert [list(column) for column in zip(*mixed, strict=True)] == alone
+    assert [list(column) for column in zip(*mixed, strict=True)] == separate
 
 
-def test_gradients_are_off_inside_and_as_before_outside():
+def test_inference_mode_does_not_leak_to_the_caller():
     generator = start(tiny_model().requires_grad_(True), max_new_tokens=2)
     next(generator)
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
 
 
-def test_steps_may_run_in_different_threads():
+def test_steps_can_run_in_different_threads():
     model = tiny_model().requires_grad_(True)
     modes = []
     model.register_forward_hook(lambda *_: modes.append(torch.is_inference_mode_enabled()))
@@ -485,25 +390,16 @@ def test_steps_may_run_in_different_threads():
     assert modes == [True] * 8
 
 
-# Seeds ----------------------------------------------------------------------------------------------------------
-
-
-def drained(generator) -> GenerationResult:
-    """What a generator returns once it has given all its steps."""
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return end.value
+# Seeds
 
 
 def answer_of(model, sampling: Sampling) -> tuple[list[int], int]:
-    """Ids, and the seed that the result reports."""
-    result = drained(start(model, max_new_tokens=12, sampling=sampling))
+    """Return the token ids and the seed of the result."""
+    result = result_of(start(model, max_new_tokens=12, sampling=sampling))
     return list(result.token_ids), result.seed
 
 
-def test_a_seed_gives_the_same_answer_whatever_happens_around():
+def test_seed_reproduces_the_answer_independently_of_global_state():
     model = tiny_model()
     first, _ = answer_of(model, Sampling(1.5, seed=7))
     torch.manual_seed(99)
@@ -512,11 +408,11 @@ def test_a_seed_gives_the_same_answer_whatever_happens_around():
     again, seed = answer_of(model, Sampling(1.5, seed=7))
     assert again == first
     assert seed == 7
-    assert torch.equal(torch.get_rng_state(), state), "the global random numbers were touched"
+    assert torch.equal(torch.get_rng_state(), state), "the global random state changed"
     assert answer_of(model, Sampling(1.5, seed=8))[0] != first
 
 
-def test_without_a_seed_a_fresh_one_is_drawn_and_reported():
+def test_without_a_seed_a_random_one_is_drawn_and_returned():
     model = tiny_model()
     torch.manual_seed(0)
     first, first_seed = answer_of(model, Sampling(1.5))
@@ -526,36 +422,36 @@ def test_without_a_seed_a_fresh_one_is_drawn_and_reported():
     assert answer_of(model, Sampling(1.5, seed=first_seed))[0] == first
 
 
-def test_the_result_is_what_was_streamed():
+def test_result_matches_the_stream():
     steps = list(start(tiny_model(), max_new_tokens=4))
-    result = drained(start(tiny_model(), max_new_tokens=4))
+    result = result_of(start(tiny_model(), max_new_tokens=4))
     assert result.token_ids == tuple(ids_of(steps)) == tuple(ids_of(result.steps))
     assert result.text == steps[-1].text
     assert result.finish_reason == "length"
     assert result.timing.total_s == result.steps[-1].seconds >= result.timing.first_token_s >= result.timing.image_s
 
 
-# Numbers that are none, and other types -------------------------------------------------------------------------
+# Non-finite logits and other dtypes
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=0)])
-def test_logits_that_are_not_finite_are_an_error_with_advice(value, sampling):
+def test_non_finite_logits_raise_an_error_with_advice(value, sampling):
     model = tiny_model()
     positions = itertools.count()
 
-    def spoil_the_third(logits):
+    def corrupt_the_third(logits):
         if next(positions) == 2:
             logits[..., 17] = value
 
-    change_logits(model, spoil_the_third)
+    change_logits(model, corrupt_the_third)
     generator = start(model, sampling=sampling)
     next(generator), next(generator)
     with pytest.raises(NonFiniteLogitsError, match=r"token 2 .*bfloat16"):
         next(generator)
 
 
-def test_a_residual_beyond_float16_is_an_error_there_and_none_in_bfloat16():
+def test_float16_overflow_raises_and_bfloat16_does_not():
     def overflowing(dtype):
         model = tiny_model()
         model.language_model.model.layers[0].mlp.down_proj.weight.mul_(1e6)

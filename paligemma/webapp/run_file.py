@@ -36,8 +36,9 @@ from typing import Any
 from PIL import Image
 
 from paligemma.checkpoint.hub import redact_tokens
-from paligemma.generation import MAX_SEED, MAX_TOP_N, Candidate, Step, Timing
+from paligemma.generation import MAX_TOP_N, Candidate, Step, Timing
 from paligemma.processing import replace_lone_surrogates
+from paligemma.sampling import MAX_SEED
 from paligemma.webapp.images import MAX_PIXELS, PREVIEW_SIDE, InputImage, decode_image, png_file
 from paligemma.webapp.requests import MAX_FILE_BYTES, MAX_PROMPT_CHARACTERS, quote
 from paligemma.webapp.runs import Run
