@@ -106,8 +106,8 @@ def test_a_candidate_s_row_shows_every_stage():
     ]
     assert all(len(row["cells"]) == len(token_strip.CANDIDATE_COLUMNS) for row in entry["rows"])
     assert [row["dropped"] for row in entry["rows"]] == [False, False, True]
-    assert dict(entry["facts"])["the list covers"] == "84.1 %"
-    assert dict(entry["facts"])["gap of the first two"] == "1.00"
+    assert dict(entry["metrics"])["top-k mass"] == "84.1 %"
+    assert dict(entry["metrics"])["top-2 logit margin"] == "1.00"
 
 
 @pytest.mark.parametrize(

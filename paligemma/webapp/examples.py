@@ -44,7 +44,7 @@ def example_chips(examples: Sequence[Example]) -> dict[str, list[dict[str, Any]]
     """The value of the chips: the prompt, with a small picture."""
     return {
         "chips": [
-            {"label": example.prompt, "note": "", "hint": example.credit, "picture": _thumbnail(example.path)}
+            {"label": example.prompt, "note": "", "hint": example.credit, "image": _thumbnail(example.path)}
             for example in examples
         ]
     }

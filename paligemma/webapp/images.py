@@ -153,7 +153,7 @@ def image_view_state(image: InputImage | None, num_patches: int | None = None) -
         "src": data_url(image.preview, "image/jpeg"),
         "width": image.width,
         "height": image.height,
-        "seen": data_url(png_file(image.model_input), "image/png"),
+        "model_input": data_url(png_file(image.model_input), "image/png"),
         "side": image.model_input.width,
         "patches": num_patches,
     }

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 LENS_COLUMNS = (
     ("layer", "number"),
-    ("best piece", "text"),
-    ("its p", "share"),
-    ("rank of the token", "number"),
+    ("top token", "text"),
+    ("p", "share"),
+    ("rank of final token", "number"),
     ("entropy", "number"),
 )
 # Enough digits for a picture, and a seventh of the bytes.

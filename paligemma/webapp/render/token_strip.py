@@ -17,14 +17,14 @@ Entry = dict[str, Any]
 # (title, kind): "text" is a tokenizer's piece, "share" has a bar beside its number.
 CANDIDATE_COLUMNS = (
     ("rank", "number"),
-    ("piece", "text"),
-    ("id", "quiet"),
+    ("token", "text"),
+    ("id", "minor"),
     ("logit", "number"),
     ("÷ T", "number"),
     ("log p", "number"),
     ("p at T = 1", "number"),
-    ("sum of p", "number"),
-    ("filter", "word"),
+    ("cumulative p", "number"),
+    ("filter", "label"),
     ("p sampled", "share"),
 )
 LOCATION_ROLES = ("y_min", "x_min", "y_max", "x_max")
@@ -100,22 +100,22 @@ def token_entry(steps: Sequence[Step], index: int, sampling: Sampling, num_force
         "rank": step.rank,
         "rows": rows,
         "chosen": chosen,
-        "facts": step_facts(step),
+        "metrics": step_metrics(step),
     }
 
 
-def step_facts(step: Step) -> list[tuple[str, str]]:
+def step_metrics(step: Step) -> list[tuple[str, str]]:
     """What the list of candidates does not say: (name, number as text).
 
     Entropy (nats) and log-sum-exp are those of the whole distribution at temperature 1.
     """
-    metadata = [("entropy in nats", f"{step.entropy:.2f}")]
+    metrics = [("entropy (nats)", f"{step.entropy:.2f}")]
     if len(step.top) > 1:
-        metadata.append(("gap of the first two", f"{step.top[0].logit - step.top[1].logit:.2f}"))
+        metrics.append(("top-2 logit margin", f"{step.top[0].logit - step.top[1].logit:.2f}"))
     covered = sum(candidate.prob for candidate in step.top)
-    metadata.append(("the list covers", format_share(min(covered, 1.0))))
-    metadata.append(("log-sum-exp", f"{step.logsumexp:.2f}"))
-    return metadata
+    metrics.append(("top-k mass", format_share(min(covered, 1.0))))
+    metrics.append(("log-sum-exp", f"{step.logsumexp:.2f}"))
+    return metrics
 
 
 def format_share(share: float) -> str:
