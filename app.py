@@ -1,9 +1,9 @@
-"""Web application: `python app.py`. See `python app.py --help` for the options."""
+"""Entry point of the web app: `python app.py`. See `python app.py --help` for the options."""
 
 import contextlib
 
 with contextlib.suppress(ImportError):
-    import spaces  # noqa: F401 - on ZeroGPU it patches CUDA, so it must be imported before torch
+    import spaces  # noqa: F401 - only installed on Spaces; patches CUDA for ZeroGPU, so it is imported before torch
 
 from paligemma.webapp.cli import main
 

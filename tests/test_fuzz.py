@@ -15,15 +15,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from test_app import decoded, ready_host, submit_run, upload
 from test_webapp import VERSIONS, make_run
+from webapp_helpers import decoded, ready_served_model, submit_run, upload
 
 import paligemma
 from paligemma.generation import NonFiniteLogitsError
 from paligemma.parsing import parse
 from paligemma.webapp import api, events, handlers, run_file
-from paligemma.webapp.execution import show_earlier_run
 from paligemma.webapp.images import FORMATS, decode_image
+from paligemma.webapp.page_update import encode_update, show_earlier_run
 from paligemma.webapp.render import objects
 from paligemma.webapp.served_models import ServedModel
 from paligemma.webapp.session import Session
@@ -96,7 +96,7 @@ def altered(draw: st.DrawFn, file: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def served_model(tiny_checkpoint) -> ServedModel:
-    return ready_host(paligemma.load(tiny_checkpoint), "tiny")
+    return ready_served_model(paligemma.load(tiny_checkpoint), "tiny")
 
 
 @settings(max_examples=150)
@@ -223,6 +223,6 @@ def test_a_run_is_imported_and_shown_or_refused(served_model, file):
         assert len(str(error)) < 1000
         return
     session = Session((served_model,))
-    assert handlers.encode_update(session, show_earlier_run(session, session.history.add(run))).encode()
+    assert encode_update(session, show_earlier_run(session, session.history.add(run))).encode()
     again = run_file.read_run(run_file.write_run(run, VERSIONS).encode(), 1)
     assert again.steps == run.steps and again.request == run.request

@@ -20,8 +20,8 @@ import pytest
 from fake_model import PROCESSOR, FakeModel
 from gradio_client import Client, handle_file
 from PIL import Image
-from test_app import answer, decoded, import_file, make_visit, ready_host, run_page, submit_run
 from test_webapp import VERSIONS, change, make_run
+from webapp_helpers import answer, decoded, import_file, make_session, ready_served_model, run_page, submit_run
 
 from paligemma.webapp import handlers, images, run_file, ui
 from paligemma.webapp import server as server_module
@@ -256,7 +256,7 @@ PROMPTS = {
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_any_text_is_a_prompt_and_can_be_sent_back(name, picture_file):
-    session = make_visit()
+    session = make_session()
     submit_run(session, picture_file, PROMPTS[name])
     page_update = list(handlers.run_pending(session))
     assert all(one.encode() for one in page_update if isinstance(one, str))
@@ -277,7 +277,7 @@ def test_a_long_prompt_is_refused_with_both_numbers(picture_file):
         read_prompt("x" * (MAX_PROMPT_CHARACTERS + 1))
     with pytest.raises(ValueError, match=f"{MAX_PROMPT_TOKENS + 1} tokens; at most {MAX_PROMPT_TOKENS}"):
         check_prompt_length(PROCESSOR, "x" * (MAX_PROMPT_TOKENS + 1))
-    last = run_page(make_visit(), picture_file, "猫" * MAX_PROMPT_CHARACTERS)[-1]
+    last = run_page(make_session(), picture_file, "猫" * MAX_PROMPT_CHARACTERS)[-1]
     assert "2000 tokens; at most 512" in last.status["text"]
 
 
@@ -321,7 +321,7 @@ def test_wrong_ids_are_refused(value):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    blocks = ui.build_app(ready_host(FakeModel(("▁a", "▁cat"), seconds_a_token=0.01)))
+    blocks = ui.build_app(ready_served_model(FakeModel(("▁a", "▁cat"), seconds_a_token=0.01)))
     server_module.launch(blocks, prevent_thread_lock=True, quiet=True)
     yield blocks.local_url.rstrip("/")
     blocks.close()
@@ -554,7 +554,7 @@ def test_a_file_with_a_byte_order_mark_is_read():
 
 
 def test_a_refused_import_leaves_the_page_as_it_was(picture_file, tmp_path):
-    session = make_visit()
+    session = make_session()
     run_page(session, picture_file)
     preview = session.history.current
     refused = decoded(import_file(session, tmp_path, "{}"))

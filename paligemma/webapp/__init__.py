@@ -1,6 +1,6 @@
-"""What stands behind the page and the HTTP API, without Gradio and without HTML.
+"""The web app: the page and the HTTP API, with Gradio.
 
-Most modules turn results of the library into strings, numbers, lists and dicts, which `app.py` hands to components,
-whose scripts write them into the page as text. `models`, `serving`, `visit`, `runner` and `logs` are the server's: the
-models that it holds, its limits, what it keeps of a visitor, how it carries out a plan, and its log.
+`ui` builds the page and connects it to `handlers`; `api` adds the endpoints; `server` launches both and `cli` is the
+command line. `served_models` runs the models, `execution` turns a run request into page updates, and `render` turns
+results into the data that the scripts in `assets/page` draw.
 """

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from paligemma import lens
-from paligemma.webapp import events, messages, serving
-from paligemma.webapp.execution import (
-    StepCollector,
-)
-from paligemma.webapp.handlers import _explain
+from paligemma.errors import InputError
+from paligemma.generation import StepCollector
+from paligemma.webapp import events
+from paligemma.webapp.errors import report_error
 from paligemma.webapp.images import open_image
+from paligemma.webapp.logs import error_location
 from paligemma.webapp.render import attention
 from paligemma.webapp.requests import (
     check_prompt_length,
@@ -31,9 +31,9 @@ from paligemma.webapp.served_models import ServedModels, find_served_model
 if TYPE_CHECKING:
     from paligemma.webapp.ui import Form
 
-# Every event that runs the model shares one queue with one worker.
-MODEL_QUEUE = {"concurrency_id": "model", "concurrency_limit": 1}
-PRIVATE = {"api_visibility": "private", "show_progress": "hidden"}
+# All events that run a model share one queue with one worker.
+MODEL_QUEUE: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
+PRIVATE: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
 
 log = logging.getLogger("paligemma.app")
 
@@ -52,10 +52,10 @@ def answer_over_api(
     time_limit: Any = None,
     model: Any = None,
 ) -> Iterator[events.Event]:
-    """Answer a prompt about a picture: an event a token, in order.
+    """Answer a prompt about an image: one event per token, in order.
 
-    Every event is {"text", "step", "finish_reason"}; while the model is not ready or prepares, "step" is null. The
-    last event adds "detections" and "timing".
+    Each event is {"text", "step", "finish_reason"}. "step" is null until the first token. The last event adds
+    "detections" and "timing".
     """
     yield events.WAITING_EVENT
     try:
@@ -64,63 +64,74 @@ def answer_over_api(
         served_model = find_served_model(served_models, model)
         for _ in served_model.wait():
             yield events.WAITING_EVENT
-        check_prompt_length(served_model.model.processor, request["prompt"])
-        with closing(served_model.stream(image, **request)) as stream:
-            collector = StepCollector(stream)
-            for step in collector:
+        check_prompt_length(served_model.loaded_model.processor, request["prompt"])
+        with closing(StepCollector(served_model.stream(image, **request))) as steps:
+            for step in steps:
                 if step.finish_reason is None:
                     yield events.step_event(step)
-        yield events.last_event(collector.result, image.size, served_model.mask_decoder)
+        assert steps.result is not None
+        yield events.last_event(steps.result, image.size, served_model.mask_decoder)
     except Exception as error:
-        raise gr.Error(_explain(error), print_exception=False) from None
+        raise api_error(error) from None
 
 
 def inspect_over_api(
     served_models: ServedModels, image: Any, prompt: Any, token_ids: Any, index: Any, model: Any = None
 ) -> Iterator[dict[str, Any] | None]:
-    """Look inside the step that wrote token `index` of an answer, whose ids are `token_ids`.
+    """Attention on the image and logit lens of token `index` of an answer with the ids `token_ids`.
 
-    null while the model is not ready; then {"index", "grid": [rows, columns] of patches, "attention": per layer and
-    head the weight of each patch, row by row, "picture_share": per layer and head, "lens": per depth {"layer",
-    "token_id", "piece", "prob", "rank_of_final", "entropy"}}. Attention is not an explanation.
+    null while the model loads; then {"index", "grid": [rows, columns] of patches, "attention": weight of each patch in
+    row-major order, per layer and head, "picture_share": their sum, per layer and head, "lens": per layer {"layer",
+    "token_id", "piece", "prob", "rank_of_final", "entropy"}}. Attention weights are not an explanation of the answer.
     """
     yield None
     try:
         image, prompt = open_image(uploaded_path(image)), read_prompt(prompt)
-        ids, place = read_ids("token_ids", token_ids), read_index(index)
+        ids, index = read_ids("token_ids", token_ids), read_index(index)
         served_model = find_served_model(served_models, model)
         for _ in served_model.wait():
             yield None
-        check_prompt_length(served_model.model.processor, prompt)
-        yield attention.inspection_event(served_model.inspect(lens.inspect, image, prompt, ids, place), place)
+        check_prompt_length(served_model.loaded_model.processor, prompt)
+        yield attention.inspection_event(served_model.inspect(lens.inspect, image, prompt, ids, index), index)
     except Exception as error:
-        raise gr.Error(_explain(error), print_exception=False) from None
+        raise api_error(error) from None
+
+
+def api_error(error: Exception) -> gr.Error:
+    """Log an exception, and return it as the API's error with its English message."""
+    return gr.Error(str(report_error(error)), print_exception=False)
 
 
 class Page(gr.Blocks):
-    """Blocks that also say in words what is wrong with a call that never reaches its handler."""
+    """Blocks with an error message for calls that fail before their handler runs."""
 
     async def process_api(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """As Gradio's, which answers such calls with an error without words."""
+        """As in Gradio, which reports such errors without a message."""
         try:
             return await super().process_api(*arguments, **options)
         except gr.Error:
             raise
-        except ValueError as error:  # inputs are missing, are of another shape, or name a file that was not uploaded
-            log.info("call refused: %s at %s", type(error).__name__, serving.place_of(error))
-            raise gr.Error(messages.WRONG_INPUTS, print_exception=False) from None
+        except ValueError as error:  # missing inputs, wrong types, or a file that was not uploaded
+            log.info("call refused: %s at %s", type(error).__name__, error_location(error))
+            message = "Invalid inputs. /gradio_api/info lists the inputs of each endpoint."
+            raise gr.Error(str(InputError("request.inputs", message)), print_exception=False) from None
         except Exception as error:
-            raise gr.Error(_explain(error), print_exception=False) from None
+            raise api_error(error) from None
 
 
-def _wire_api(served_models: ServedModels, form: Form) -> None:
-    """The endpoints hang on components that the page does not show, so that Gradio checks files for them too."""
-    form = form._replace(seed=gr.Number(visible=False, value=None, precision=0, label="empty: a fresh one"))
+def add_api(served_models: ServedModels, form: Form) -> None:
+    """Add the endpoints to the page.
+
+    /generate and /inspect take components that the page does not show, because Gradio checks uploaded files only for
+    components; functions of `gr.api` get their inputs unchecked.
+    """
+    form = form._replace(seed=gr.Number(visible=False, value=None, precision=0, label="seed; empty: a random one"))
+    # Gradio names MCP tools after the functions.
     generate, inspect = partial(answer_over_api, served_models), partial(inspect_over_api, served_models)
-    generate.__name__, inspect.__name__ = "generate", "inspect"  # as MCP tools they are called so
-    model = gr.Textbox(visible=False, value=None, label="one of /models; empty: the first one")
-    forced_ids = _token_ids("token ids to begin the answer with")
-    time_limit = gr.Number(visible=False, label="seconds")
+    generate.__name__, inspect.__name__ = "generate", "inspect"  # type: ignore[attr-defined]
+    model = gr.Textbox(visible=False, value=None, label="name of a model in /models; empty: the first one")
+    forced_ids = _token_ids("token ids to start the answer with")
+    time_limit = gr.Number(visible=False, label="time limit in seconds")
     gr.Button(visible=False).click(
         generate,
         [*form, forced_ids, time_limit, model],
@@ -130,8 +141,8 @@ def _wire_api(served_models: ServedModels, form: Form) -> None:
         preprocess=False,
         **MODEL_QUEUE,
     )
-    token_ids = _token_ids("the ids of an answer")
-    index = gr.Number(visible=False, label="which of them, from 0")
+    token_ids = _token_ids("token ids of the answer")
+    index = gr.Number(visible=False, label="index of the token, from 0")
     gr.Button(visible=False).click(
         inspect,
         [form.image, form.prompt, token_ids, index, model],
@@ -145,11 +156,11 @@ def _wire_api(served_models: ServedModels, form: Form) -> None:
     def models() -> list[dict[str, Any]]:
         return [served_model.describe() for served_model in served_models]
 
-    gr.api(models, api_name="models", api_description="The models of this server.", queue=False)
+    gr.api(models, api_name="models", api_description="The server's models.", queue=False)
 
 
 def _token_ids(label: str) -> gr.JSON:
-    """A field of token ids that says so: of "any JSON", which Gradio would say, MCP clients can call no tool."""
+    """A list of token ids with a JSON schema; MCP clients reject a tool with an input of Gradio's type "any JSON"."""
     field = gr.JSON(visible=False, label=label)
     field.api_info = lambda: {"type": "array", "items": {"type": "integer"}}
     return field

@@ -1,4 +1,4 @@
-"""Steps -> the events of the HTTP API."""
+"""Events of the HTTP API."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 
+# Sent before the first token, such as while the model loads.
 WAITING_EVENT: Event = {"text": "", "step": None, "finish_reason": None}
 
 
 def step_event(step: Step) -> Event:
-    """One token as JSON: {"text": the answer so far, "step": the Step's other fields, "finish_reason"}."""
+    """Event of one token: {"text": the answer so far, "step": the other fields of the Step, "finish_reason"}."""
     fields = dataclasses.asdict(step)
     text = fields.pop("text")
     return {"text": text, "step": fields, "finish_reason": step.finish_reason}
 
 
 def last_event(result: GenerationResult, size: tuple[int, int], mask_decoder: MaskDecoder | None = None) -> Event:
-    """The last token's event, with the objects of the answer and the times.
+    """Event of the last token, with the detections and the timing.
 
-    `size` is (width, height) of the upright picture in pixels.
+    Args:
+        size: (width, height) of the image in pixels, after EXIF rotation.
     """
     return {
         **step_event(result.steps[-1]),
@@ -39,11 +41,11 @@ def last_event(result: GenerationResult, size: tuple[int, int], mask_decoder: Ma
 def detections(
     steps: Sequence[Step], size: tuple[int, int], mask_decoder: MaskDecoder | None = None
 ) -> list[dict[str, Any]]:
-    """The objects of an answer, in its order.
+    """Detected objects of an answer, in its order.
 
-    Each is {"label", "box": [x_min, y_min, x_max, y_max] in pixels of the upright picture, "score": mean
-    probability of its four location tokens, None where the model spelled them in letters, "mask": COCO's
-    uncompressed run lengths, None without codes, without a decoder, or where the box has no pixel}.
+    Returns:
+        [{"label", "box": [x_min, y_min, x_max, y_max] in pixels of the image, "score": see `location_score`,
+        "mask": uncompressed COCO run lengths, or None without mask tokens, a mask decoder or a pixel in the box}]
     """
     if not steps:
         return []
@@ -60,7 +62,7 @@ def detections(
 
 
 def location_score(detection: Detection, steps: Sequence[Step]) -> float | None:
-    """The mean probability of an object's four location tokens; None where the model spelled them in letters."""
+    """Mean probability of a detection's four location tokens; None if they were generated as ordinary characters."""
     indices = location_token_indices(detection, [step.piece for step in steps])
     return sum(steps[index].prob for index in indices) / len(indices) if indices else None
 

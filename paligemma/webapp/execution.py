@@ -1,211 +1,151 @@
-"""Plans -> runs: a generator of what changes on the page while the model answers."""
+"""Execution of a run request: reads the model's steps into a run, and builds the page updates."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from paligemma.generation import Sampling
+from paligemma.errors import InputError
+from paligemma.generation import Sampling, StepCollector
 from paligemma.webapp import messages
-from paligemma.webapp.images import InputImage, fit_to_model, image_view_state, make_input_image, open_image
-from paligemma.webapp.render import objects, token_strip
+from paligemma.webapp.images import InputImage, fit_to_model, make_input_image, open_image
+from paligemma.webapp.page_update import PageUpdate, image_view_update, token_strip_update
+from paligemma.webapp.render import objects
 from paligemma.webapp.requests import check_prompt_length, read_request
 from paligemma.webapp.runs import Run, RunRequest, run_tree
 from paligemma.webapp.session import RunState, Session
 
 if TYPE_CHECKING:
-    from paligemma.generation import GenerationResult, Step
+    from paligemma.generation import Step
     from paligemma.webapp.served_models import ServedModel
 
-# At most 20 page updates a second: a browser that gets more falls behind the model.
+# At most 20 page updates per second: with more, the browser falls behind the model.
 UPDATE_INTERVAL_S = 0.05
 
 
-class PageUpdate(NamedTuple):
-    """What changes on the page; None leaves a part as it is."""
+class Execution:
+    """One run request from its check to its last token.
 
-    status: Any = None
-    token_strip: Any = None
-    objects: Any = None
-    runs: Any = None
-    image_view: Any = None
+    A plain object instead of a generator: `run_pending` iterates over `steps` itself, so that each step passes through
+    only three generators between model and page.
 
-
-class StepCollector:
-    """A stream of steps that is being read: the steps so far, and what the stream returns at the end."""
-
-    def __init__(self, stream: Iterator[Step]) -> None:
-        self.steps: list[Step] = []
-        self.result: GenerationResult | None = None
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[Step]:
-        while True:
-            try:
-                step = next(self._stream)
-            except StopIteration as end:
-                self.result = end.value
-                return
-            self.steps.append(step)
-            yield step
-
-
-def execute(
-    served_model: ServedModel, session: Session, run_request: RunRequest, run_state: RunState
-) -> Iterator[PageUpdate]:
-    """Run a plan on the host's model; `control` says when to stop.
-
-    Raises ValueError, in words for the visitor, for a plan that cannot be carried out, and what the model raises.
+    Attributes:
+        served_model: the model that generates the answer.
+        run: the run, new or continued.
+        steps: the steps generated in this execution. A continued run generates its earlier tokens again.
     """
-    image = run_request.image if isinstance(run_request.image, InputImage) else open_image(run_request.image)
-    request = read_request(*run_request.arguments)
-    for state in served_model.wait():
-        yield PageUpdate(state)
-        if run_state.stop_requested:
-            break
-    if run_state.stop_requested:
-        yield PageUpdate(messages.status("idle", "Stopped"))
-        return
-    check_prompt_length(served_model.model.processor, request["prompt"])
-    if isinstance(image, InputImage):
-        image = fit_to_model(image, served_model.model.processor)
-    else:
-        image = make_input_image(image, served_model.model.processor, run_request.image)
-    sampling = Sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
-    request["seed"] = sampling.with_seed().seed
-    run = _new_run(served_model, session, run_request, image, request)
-    try:
-        yield from _write_answer(served_model, session, run, request, run_state, run_request.stop_after)
-    finally:
-        if run.finish_reason is None:
-            run.finish(None)
 
+    run: Run
+    steps: StepCollector
 
-def _new_run(
-    served_model: ServedModel, session: Session, run_request: RunRequest, image: InputImage, request: dict[str, Any]
-) -> Run:
-    """The run of a plan: a new one, not yet in the history, or the one that goes on."""
-    earlier = session.history.find(run_request.replaces if run_request.replaces is not None else run_request.parent)
-    if earlier:
-        require_same_model(served_model, earlier)
-    if run_request.replaces is not None:
-        return earlier
-    return Run(
-        session.history.next_number(),
-        image,
-        request,
-        served_model.metadata(),
-        run_request.parent,
-        run_request.branched_at,
-    )
+    def __init__(self, session: Session, run_request: RunRequest, run_state: RunState) -> None:
+        """Check the request. InputError for an invalid value or image."""
+        self.served_model = session.served_model
+        self._session = session
+        self._run_request = run_request
+        self._run_state = run_state
+        image = run_request.image
+        self._image = image if isinstance(image, InputImage) else open_image(image)
+        self._request = read_request(*run_request.arguments)
+        self._num_sent = 0  # tokens on the page
+        self._sent_objects: dict[str, Any] | None = None
+        self._updated_at = 0.0
+
+    def start(self) -> PageUpdate:
+        """Add the run to the history. InputError if the loaded model cannot execute the request."""
+        request = self._request
+        processor = self.served_model.loaded_model.processor
+        check_prompt_length(processor, request["prompt"])
+        sampling = Sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
+        request["seed"] = sampling.with_seed().seed
+        if isinstance(self._image, InputImage):
+            image = fit_to_model(self._image, processor)
+        else:
+            image = make_input_image(self._image, processor, self._run_request.image)
+        run, is_new = self._find_run(image)
+        self.steps = StepCollector(self.served_model.stream(run.image.model_input, **request))
+        self.run = self._session.history.add(run)
+        self._num_sent = len(run.steps)
+        if not is_new:
+            return PageUpdate(messages.status("busy", "Step"))
+        return PageUpdate(
+            messages.status("busy", "Encoding image"),
+            token_strip_update(self.served_model, run, 0),
+            objects.object_list(run),
+            run_tree(self._session.history),
+            image_view_update(self.served_model, self._session, run.image),
+        )
+
+    def _find_run(self, image: InputImage) -> tuple[Run, bool]:
+        """The run to continue, or a new one that is not in the history yet; and whether it is new."""
+        run_request, history = self._run_request, self._session.history
+        continued = run_request.replaces is not None
+        earlier = history.find(run_request.replaces if continued else run_request.parent)
+        if earlier:
+            require_same_model(self.served_model, earlier)
+        if continued:
+            if earlier is None:
+                raise InputError("run.expired", messages.RUN_EXPIRED)
+            return earlier, False
+        metadata = self.served_model.metadata()
+        parent, branched_at = run_request.parent, run_request.branched_at
+        return Run(history.next_number(), image, self._request, metadata, parent, branched_at), True
+
+    def add(self, step: Step) -> bool:
+        """Add a step to the run. Returns False to stop generation before the answer is complete."""
+        if len(self.steps.steps) > len(self.run.steps):  # a continued run keeps its tokens until there are more
+            self.run.steps = self.steps.steps
+        is_paused = len(self.run.steps) == self._run_request.stop_after
+        return step.finish_reason is not None or not (self._run_state.stop_requested or is_paused)
+
+    def due_update(self) -> PageUpdate | None:
+        """The tokens since the last update, at most one update per UPDATE_INTERVAL_S.
+
+        The last token is part of the update that `finish` returns.
+        """
+        run = self.run
+        is_due = time.monotonic() - self._updated_at >= UPDATE_INTERVAL_S
+        if self.steps.steps[-1].finish_reason is not None or not is_due or len(run.steps) <= self._num_sent:
+            return None
+        self._updated_at = time.monotonic()
+        found = objects.object_list(run, self.served_model.mask_decoder)
+        update = PageUpdate(
+            messages.status("busy", "Token {number}", number=len(run.steps)),
+            token_strip_update(self.served_model, run, self._num_sent),
+            None if found == self._sent_objects else found,
+        )
+        self._num_sent, self._sent_objects = len(run.steps), found
+        return update
+
+    def close(self) -> None:
+        """Stop generation. A new run without a result is stopped."""
+        self.steps.close()
+        if self.run.finish_reason is None:
+            self.run.finish(None)
+
+    def finish(self) -> PageUpdate:
+        """Store the result in the run. The update changes only the run tree if another run is shown by now."""
+        run = self.run
+        if run.steps is self.steps.steps:  # otherwise a continued run stopped before its first new token
+            run.request = {**run.request, "max_new_tokens": self._request["max_new_tokens"]}
+            run.finish(self.steps.result)
+        self._run_state.finished = True  # before the page is updated and the user can submit the next request
+        tree = run_tree(self._session.history)
+        if self._session.history.current is not run:
+            return PageUpdate(runs=tree)
+        return PageUpdate(
+            messages.summary(run),
+            token_strip_update(self.served_model, run, self._num_sent, done=True),
+            objects.object_list(run, self.served_model.mask_decoder),
+            tree,
+        )
 
 
 def require_same_model(served_model: ServedModel, run: Run) -> None:
-    """Raise ValueError where another model than the host's made the run."""
+    """Raise InputError unless the model generated the run."""
     if run.model["name"] != served_model.model_name:
-        raise ValueError(f"This run was made by {run.model['name']}. Load that model to go on from it.")
-
-
-def _write_answer(
-    served_model: ServedModel,
-    session: Session,
-    run: Run,
-    request: dict[str, Any],
-    run_state: RunState,
-    stop_after: int | None,
-) -> Iterator[PageUpdate]:
-    is_new = session.history.find(run.number) is None
-    num_sent = len(run.steps)  # tokens that the strip has already
-    drawn, shown_at = None, 0.0
-    stream = served_model.stream(run.image.model_input, **request)
-    session.history.add(run)
-    yield _first_update(served_model, session, run, is_new)
-    collector = StepCollector(stream)
-    try:
-        for step in collector:
-            if len(collector.steps) > len(run.steps):  # a run that goes on is written again up to where it was
-                run.steps = collector.steps
-            if step.finish_reason is None and (run_state.stop_requested or len(run.steps) == stop_after):
-                break
-            # The last token comes with the update of the end, which follows at once.
-            is_due = step.finish_reason is None and time.monotonic() - shown_at >= UPDATE_INTERVAL_S
-            if is_due and len(run.steps) > num_sent:
-                shown_at = time.monotonic()
-                found = objects.object_list(run, served_model.mask_decoder)
-                status = messages.status("busy", "Token {number}", number=len(run.steps))
-                yield PageUpdate(
-                    status, token_strip_update(served_model, run, num_sent), None if found == drawn else found
-                )
-                num_sent, drawn = len(run.steps), found
-    finally:
-        stream.close()
-    if run.steps is collector.steps:  # else it ended before it got beyond where it was
-        run.request = {**run.request, "max_new_tokens": request["max_new_tokens"]}
-        run.finish(collector.result)
-    run_state.finished = True  # before the page hears of it: what is pressed next must find it so
-    yield _last_update(served_model, session, run, num_sent)
-
-
-def _last_update(served_model: ServedModel, session: Session, run: Run, num_sent: int) -> PageUpdate:
-    """The page as a run ends; only the tree, where another run was put on the page meanwhile."""
-    tree = run_tree(session.history)
-    if session.history.current is not run:
-        return PageUpdate(runs=tree)
-    return PageUpdate(
-        messages.summary(run),
-        token_strip_update(served_model, run, num_sent, done=True),
-        objects.object_list(run, served_model.mask_decoder),
-        tree,
-    )
-
-
-def _first_update(served_model: ServedModel, session: Session, run: Run, is_new: bool) -> PageUpdate:
-    """The page as a run begins: emptied, unless an earlier run goes on."""
-    if not is_new:
-        return PageUpdate(messages.status("busy", "One step on"))
-    return PageUpdate(
-        messages.status("busy", "Looking at the picture"),
-        token_strip_update(served_model, run, 0),
-        objects.object_list(run),
-        run_tree(session.history),
-        _show_picture_of(served_model, session, run.image),
-    )
-
-
-def _show_picture_of(served_model: ServedModel | None, session: Session, image: InputImage) -> Any:
-    """The picture part's value, or no change where it shows that picture already."""
-    before = session.image
-    if before is not None and (before.preview, before.model_input.size) == (image.preview, image.model_input.size):
-        return None
-    session.image = image
-    return image_view_of(served_model, image)
-
-
-def image_view_of(served_model: ServedModel | None, image: InputImage) -> dict[str, Any]:
-    """The picture part's value; without the model that saw it, nobody knows how many patches that made of it."""
-    return image_view_state(image, served_model.model.processor.num_image_tokens if served_model else None)
-
-
-def token_strip_update(served_model: ServedModel | None, run: Run, start: int, done: bool = False) -> dict[str, Any]:
-    """What the strip lacks that has the first `start` tokens of a run, and whether the run's logits are soft-capped."""
-    update = token_strip.token_strip_state(run.number, run.steps, start, run.sampling, run.num_forced, done)
-    return {**update, "soft_capped": bool(served_model and served_model.soft_cap)}
-
-
-def show_earlier_run(session: Session, run: Run) -> PageUpdate:
-    """Put an earlier run on the page."""
-    session.run_state.stop_requested = True  # what still runs would write over it
-    session.history.current = run
-    return full_page_update(session, run)._replace(status=messages.run_shown(run))
-
-
-def full_page_update(session: Session, run: Run) -> PageUpdate:
-    """Everything of a run, read as the model that made it does."""
-    served_model = session.served_model_of(run)
-    return PageUpdate(
-        token_strip=token_strip_update(served_model, run, 0, done=run.finish_reason is not None),
-        objects=objects.object_list(run, served_model and served_model.mask_decoder),
-        runs=run_tree(session.history),
-        image_view=_show_picture_of(served_model, session, run.image),
-    )
+        raise InputError(
+            "run.other_model",
+            "This run was generated by {name}. Load that model to continue it.",
+            name=run.model["name"],
+        )

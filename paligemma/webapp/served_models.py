@@ -1,4 +1,4 @@
-"""A model that the server holds, and its state: not loaded, loading, ready, or what went wrong and what to do."""
+"""The server's models: loading in a thread, state, generation and inspection."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paligemma.checkpoint.hub import redact_tokens
+from paligemma.errors import CodedError, InputError
+from paligemma.generation import StepCollector
 from paligemma.masks import MaskDecoder
-from paligemma.webapp import messages, serving
+from paligemma.webapp import messages, zerogpu
+from paligemma.webapp.errors import coded_status, to_coded_error
+from paligemma.webapp.limits import Limits
+from paligemma.webapp.logs import log_request
 from paligemma.webapp.requests import quote
 
 if TYPE_CHECKING:
@@ -28,7 +33,16 @@ log = logging.getLogger("paligemma.app")
 
 
 class ServedModel:
-    """One model of this server. It is loaded in a thread of its own, so that the page is there at once."""
+    """A model and its loading state. It loads in its own thread, so that the page opens immediately.
+
+    Attributes:
+        name: name in the model list and in the API.
+        model_name: name of the model that answers, which is the fallback's after a failed load.
+        model: the loaded model, or None.
+        mask_decoder: decoder of the model's mask tokens, or None.
+        status: loading state as a status of the page.
+        limits: limits of each request.
+    """
 
     def __init__(
         self,
@@ -37,188 +51,128 @@ class ServedModel:
         mask_decoder_files: Iterable[Path] = (),
         download_mask_decoder: Callable[[], Path] | None = None,
         fallback: ServedModel | None = None,
-        limits: serving.Limits = serving.Limits(),  # noqa: B008 - it is frozen
-        gpu_lease: serving.GpuLease | None = None,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        gpu_lease: zerogpu.GpuLease | None = None,
     ) -> None:
-        """`load` is called once, with `progress` as `paligemma.load` takes it; None: there is no model to load.
+        """Configure a model; nothing is loaded.
 
-        Of `mask_decoder_files` the first that exists is read; where none does, `fetch_mask_decoder` may bring one.
-        Without one, masks stay codes. The `fallback`'s model answers where this one cannot be loaded. `limits` hold for
-        each request. `lend` is given where the GPU is lent for one request at a time.
+        Args:
+            load: called once, with `progress` as `paligemma.load` takes it. None: there is no model.
+            mask_decoder_files: the first existing one is loaded. Without a mask decoder, masks are not drawn.
+            download_mask_decoder: called if none of the files exists.
+            fallback: its model answers if `load` fails.
+            gpu_lease: on ZeroGPU, `zerogpu.with_gpu_lease`.
         """
         self.name = name
         self.model_name = name
         self.model: PaliGemma | None = None
         self.mask_decoder: MaskDecoder | None = None
-        self.status = messages.status("idle", "{name} is loaded once it is asked for", name=name)
+        self.status = messages.status("idle", "{name} loads on first use", name=name)
+        self.limits = limits
         self._load = load
-        self._may_start = threading.Lock()  # taken by who loads, and never given back
         self._mask_decoder_files = tuple(mask_decoder_files)
         self._download_mask_decoder = download_mask_decoder
         self._fallback = fallback
+        self._load_once = threading.Lock()  # acquired by the thread that loads the model, never released
         self._finished = threading.Event()
-        self._metadata: dict[str, Any] | None = None
-        self.limits = limits
+        self._error: CodedError | None = None
+        self._metadata: dict[str, Any] = dict.fromkeys(("revision", "device", "dtype"))
         self._forward_lock = threading.Lock()
-        self._leased_stream = gpu_lease(self._stream_on_lease, serving.answer_seconds) if gpu_lease else None
-        self._look = gpu_lease(self._inspect_on_lease, serving.inspection_seconds) if gpu_lease else self._inspect_here
+        self._leased_stream = gpu_lease(self._stream_on_gpu, zerogpu.answer_seconds) if gpu_lease else None
+        self._leased_call = gpu_lease(self._call_on_gpu, zerogpu.inspection_seconds) if gpu_lease else self._call
         if load is None:
-            self.status = messages.status("error", messages.NO_MODEL)
+            self._error = InputError("model.none", messages.NO_MODEL)
+            self.status = coded_status(self._error)
             self._finished.set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ServedModel:
-        """Gradio copies what a visit begins with; the model is the same for all."""
+        """Return self: Gradio copies the initial session for each user, but the models are shared."""
         return self
 
-    def start(self) -> None:
-        """Begin to load, unless that was done before; returns at once."""
-        if self._begin():
-            threading.Thread(target=self._run, name="load model", daemon=True).start()
+    # Loading
 
-    def _begin(self) -> bool:
-        """Whether the caller is the one to load the model."""
-        if self._load is None or not self._may_start.acquire(blocking=False):
+    def start(self) -> None:
+        """Load the model in a thread, unless that has been done."""
+        if self._claim_load():
+            threading.Thread(target=self._load_model, name="load model", daemon=True).start()
+
+    def load_now(self) -> None:
+        """Load the model in this thread, unless that has been done."""
+        if self._claim_load():
+            self._load_model()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until loading has ended, and return whether it has."""
+        return self._finished.wait(timeout)
+
+    def _claim_load(self) -> bool:
+        """Whether the caller must load the model."""
+        if self._load is None or not self._load_once.acquire(blocking=False):
             return False
         self.status = messages.status("busy", "Loading {name}", name=self.name)
         return True
 
-    @property
-    def loading(self) -> bool:
-        return not self._finished.is_set()
-
-    @property
-    def state(self) -> str:
-        """ "not loaded" (nobody asked for it yet), "loading", "ready" or "error"."""
-        if self.loading:
-            return "loading" if self._may_start.locked() else "not loaded"
-        return "ready" if self.model else "error"
-
-    @property
-    def soft_cap(self) -> float | None:
-        """The bound of the loaded model's logits; None where they have none."""
-        return self.model.config.text_config.final_logit_softcapping
-
-    def wait(self) -> Iterator[messages.Status]:
-        """Yield the state now and then while the model loads. Raises ValueError with what to do if it failed.
-
-        It also does when loading takes longer than a request may: whoever waits here keeps others waiting.
-        """
-        until = time.monotonic() + self.limits.seconds
-        while not self._finished.wait(WAIT_INTERVAL_S):
-            if time.monotonic() > until:
-                raise ValueError(f"{self.name} is still loading. Ask again once it is ready.")
-            yield self.status
-        if self.model is None:
-            raise ValueError(messages.format_message(self.status))
-
-    def load_now(self) -> None:
-        """Load in this thread, unless that was done before; returns when it is done."""
-        if self._begin():
-            self._run()
-
-    def stream(self, image: Image.Image, **request: Any) -> Generator[Step, None, GenerationResult]:
-        """`PaliGemma.stream` of the loaded model for one of several visitors; `request` has all but the picture.
-
-        Raises ValueError at the call, also for more than the limits allow; else what the model raises.
-        """
-        request = self.limits.applied(request)
-        stream = self.model.stream(image, **request)  # checks all, and runs nothing yet
-        if self._leased_stream:
-            return serving.follow(
-                self.model_name, self._leased_stream(image, serving.within_lease(request)), self._forward_lock
-            )
-        return serving.follow(self.model_name, serving.items(stream), self._forward_lock)
-
-    def inspect(self, into: Callable[..., Any], *arguments: Any) -> Any:
-        """A function of `paligemma.lens`, called with the loaded model and these, for one of several visitors."""
-        with serving.logged("inspection", self.model_name, []), self._forward_lock:
-            found = self._look(into, *arguments)
-            if isinstance(found, Exception):
-                raise found
-            return found
-
-    def _stream_on_lease(self, image: Image.Image, request: dict[str, Any]) -> Iterator[serving.Item]:
-        serving.use_one_thread()
-        yield from serving.items(self.model.stream(image, **request))
-
-    def _inspect_on_lease(self, into: Callable[..., Any], *arguments: Any) -> Any:
-        serving.use_one_thread()
-        return self._inspect_here(into, *arguments)
-
-    def _inspect_here(self, into: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return into(self.model, *arguments)
-        except Exception as error:
-            return error
-
-    def describe(self) -> dict[str, Any]:
-        """The model and its state, for the API."""
-        metadata = self._metadata or dict.fromkeys(("revision", "device", "dtype"))
-        return {
-            "name": self.name,
-            "answered_by": self.model_name if self.model else None,
-            "revision": metadata["revision"],
-            "state": self.state,
-            "message": messages.format_message(self.status),
-            "device": metadata["device"],
-            "dtype": metadata["dtype"],
-        }
-
-    def metadata(self) -> dict[str, Any]:
-        """What a run says of the model that answered; only of a loaded one."""
-        return dict(self._metadata)
-
-    def _run(self) -> None:
+    def _load_model(self) -> None:
+        assert self._load is not None
         try:
             model = self._load(progress=self._show_progress)
-            self.mask_decoder = self._read_mask_decoder()
-            # Noted now: where a GPU is lent, it is seen only by the thread that loaded the model.
+            self.mask_decoder = self._load_mask_decoder()
+            # Read here, because on ZeroGPU only the thread that loads the model sees a GPU.
             self._metadata = _metadata(self.name, model)
-            self.status = messages.status("done", self._badge(model))
+            self.status = self._ready_status(model)
             self.model = model
         except Exception as error:
-            self._report(error)
-            self._fall_back(messages.describe_error(error))
+            self._log_load_error(error)
+            self._use_fallback(to_coded_error(error))
         finally:
             self._finished.set()
 
-    def _report(self, error: Exception) -> None:
-        """One line for whoever runs the server; where it came from only for those who look for it."""
+    def _log_load_error(self, error: Exception) -> None:
+        """Log one line; the traceback only at DEBUG."""
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         log.error("%s could not be loaded: %s", self.name, redact_tokens(f"{kind}{error}"))
-        log.debug("where that happened", exc_info=error)
+        log.debug("traceback", exc_info=error)
 
-    def _fall_back(self, reason: str) -> None:
-        """Say what went wrong, and let the fallback's model answer where there is one."""
-        self.status = messages.status("error", "{name} could not be loaded. {reason}", name=self.name, reason=reason)
-        if self._fallback is None:
+    def _use_fallback(self, reason: CodedError) -> None:
+        """Show why the model could not be loaded, and use the fallback's model if there is one."""
+        self._error = InputError(
+            "model.load_failed", "{name} could not be loaded. {reason}", name=self.name, reason=reason
+        )
+        self.status = coded_status(self._error)
+        fallback = self._fallback
+        if fallback is None:
             return
-        self._fallback.load_now()
-        self._fallback._finished.wait()
-        if self._fallback.model is None:
+        fallback.load_now()
+        fallback.join()
+        if fallback.model is None:
             return
-        self.model_name, self.mask_decoder = self._fallback.model_name, self._fallback.mask_decoder
-        self.status["joined"] = [
-            (self.status["text"], self.status["values"]),
-            ("{name} answers instead", {"name": self.model_name}),
-        ]
-        self._metadata = self._fallback._metadata
-        self.model = self._fallback.model
+        self.status = coded_status(
+            InputError(
+                "model.fallback_used",
+                "{name} could not be loaded. {reason} Using {fallback} instead.",
+                name=self.name,
+                fallback=fallback.model_name,
+                reason=reason,
+            )
+        )
+        self.model_name, self.mask_decoder = fallback.model_name, fallback.mask_decoder
+        self._metadata = fallback._metadata
+        self.model = fallback.model
 
-    def _read_mask_decoder(self) -> MaskDecoder | None:
+    def _load_mask_decoder(self) -> MaskDecoder | None:
         path = next(filter(Path.exists, self._mask_decoder_files), None)
         if path is None and self._download_mask_decoder:
             try:
                 path = self._download_mask_decoder()
-            except Exception as error:  # boxes are drawn without it
-                log.warning("masks stay codes, their decoder could not be had: %s", redact_tokens(str(error)))
+            except Exception as error:  # boxes do not need it
+                log.warning("mask decoder unavailable; masks are not drawn: %s", redact_tokens(str(error)))
         return MaskDecoder.load(path) if path else None
 
-    def _badge(self, model: PaliGemma) -> str:
+    def _ready_status(self, model: PaliGemma) -> messages.Status:
         name = f"{self.name}@{model.revision}" if model.revision else self.name
         soft_cap = model.config.text_config.final_logit_softcapping
         metadata = self._metadata
-        return messages.model_line(name, metadata["parameters"], model.backend, metadata["device"], soft_cap)
+        return messages.model_ready(name, metadata["parameters"], model.backend, metadata["device"], soft_cap)
 
     def _show_progress(self, stage: str, done: int, total: int) -> None:
         percent = f"{done / total:.0%}"
@@ -229,6 +183,122 @@ class ServedModel:
             )
         else:
             self.status = messages.status("busy", "Loading {name}: {percent}", name=self.name, percent=percent)
+
+    # State
+
+    @property
+    def loading(self) -> bool:
+        """Whether the model is not loaded yet. False after a failed load."""
+        return not self._finished.is_set()
+
+    @property
+    def state(self) -> str:
+        """ "not loaded" (not used yet), "loading", "ready" or "error"."""
+        if self.loading:
+            return "loading" if self._load_once.locked() else "not loaded"
+        return "ready" if self.model else "error"
+
+    @property
+    def loaded_model(self) -> PaliGemma:
+        """The loaded model. InputError if it could not be loaded or is not loaded yet."""
+        if self.model is None:
+            raise self._error or InputError(
+                "model.loading", "{name} is still loading. Try again later.", name=self.name
+            )
+        return self.model
+
+    @property
+    def soft_cap(self) -> float | None:
+        """Soft cap of the loaded model's logits, or None."""
+        return self.loaded_model.config.text_config.final_logit_softcapping
+
+    def wait(self) -> Iterator[messages.Status]:
+        """Yield the status every WAIT_INTERVAL_S seconds until the model is loaded.
+
+        Raises:
+            InputError: loading failed, or takes longer than `limits.seconds`: other requests wait in the queue.
+        """
+        deadline = time.monotonic() + self.limits.seconds
+        while not self.join(WAIT_INTERVAL_S) and time.monotonic() <= deadline:
+            yield self.status
+        _ = self.loaded_model
+
+    def describe(self) -> dict[str, Any]:
+        """The model's entry in /models."""
+        return {
+            "name": self.name,
+            "answered_by": self.model_name if self.model else None,
+            "revision": self._metadata["revision"],
+            "state": self.state,
+            "message": messages.format_message(self.status),
+            "device": self._metadata["device"],
+            "dtype": self._metadata["dtype"],
+        }
+
+    def metadata(self) -> dict[str, Any]:
+        """Name, revision, dtype, device and number of parameters of the loaded model, as stored in a run."""
+        return dict(self._metadata)
+
+    # Requests
+
+    def stream(self, image: Image.Image, **request: Any) -> Generator[Step, None, GenerationResult]:
+        """`PaliGemma.stream` within the server's limits. Closing the generator stops generation.
+
+        Args:
+            request: all arguments of `PaliGemma.stream` except the image.
+
+        Raises:
+            InputError: at the call, for invalid arguments or more tokens than the limit.
+        """
+        request = self.limits.apply(request)
+        stream = self.loaded_model.stream(image, **request)  # checks the arguments; generation starts at the first step
+        if self._leased_stream is None:
+            return self._run_stream(StepCollector(stream))
+        return self._run_stream(zerogpu.LeasedSteps(self._leased_stream(image, zerogpu.limit_to_lease(request))))
+
+    def _run_stream(self, steps: StepCollector) -> Generator[Step, None, GenerationResult]:
+        """Yield the steps, holding the lock for one forward pass at a time.
+
+        Requests share only the weights, so the lock is not needed for correct results. It limits the memory and
+        compute to one forward pass, and lets concurrent requests take turns after each token, also while an abandoned
+        request has not ended yet.
+        """
+        with log_request("request", self.model_name, steps.steps) as entry:
+            try:
+                while True:
+                    with self._forward_lock:
+                        step = next(steps, None)
+                    if step is None:
+                        break
+                    yield step
+            finally:
+                steps.close()
+            assert steps.result is not None
+            entry.outcome = steps.result.finish_reason
+            return steps.result
+
+    def inspect(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of `paligemma.lens` with the loaded model and the arguments."""
+        with log_request("inspection", self.model_name), self._forward_lock:
+            result = self._leased_call(function, *arguments)
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+    def _stream_on_gpu(self, image: Image.Image, request: dict[str, Any]) -> Iterator[zerogpu.Message]:
+        zerogpu.use_one_thread()
+        yield from zerogpu.send_stream(self.loaded_model.stream(image, **request))
+
+    def _call_on_gpu(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        zerogpu.use_one_thread()
+        return self._call(function, *arguments)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the function and return its result or its error, which is a value because ZeroGPU drops messages."""
+        try:
+            return function(self.loaded_model, *arguments)
+        except Exception as error:
+            return error
 
 
 def _metadata(name: str, model: PaliGemma) -> dict[str, Any]:
@@ -241,14 +311,17 @@ def _metadata(name: str, model: PaliGemma) -> dict[str, Any]:
     }
 
 
-def find_served_model(served_models: Sequence[ServedModel], name: Any) -> ServedModel:
-    """One of the server's models, the first one for None; ValueError for a name that is not in its list."""
+def find_served_model(served_models: ServedModels, name: Any) -> ServedModel:
+    """Return the model with this name, and load it if needed. None or "": the first one.
+
+    Raises:
+        InputError: no model has this name.
+    """
     if not name:
         return served_models[0]
     found = next((served_model for served_model in served_models if served_model.name == name), None)
     if found is None:
-        raise ValueError(
-            f"model is {quote(name)}; allowed are {', '.join(served_model.name for served_model in served_models)}"
-        )
+        names = ", ".join(served_model.name for served_model in served_models)
+        raise InputError("request.model", "model must be one of {names}, got {value}.", names=names, value=quote(name))
     found.start()
     return found

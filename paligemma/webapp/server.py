@@ -1,4 +1,4 @@
-"""The web server: settings, /healthz, private upload folder, start and shutdown."""
+"""The web server: Gradio's settings, /healthz, the upload folder, start and shutdown."""
 
 from __future__ import annotations
 
@@ -17,22 +17,32 @@ from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 
+from paligemma.errors import InputError
 from paligemma.paths import ASSETS
-from paligemma.webapp import messages
-from paligemma.webapp.handlers import _explain
-from paligemma.webapp.requests import (
-    MAX_FILE_BYTES,
-)
+from paligemma.webapp.errors import is_disk_full, report_error
+from paligemma.webapp.requests import MAX_FILE_BYTES
 from paligemma.webapp.served_models import ServedModels
 from paligemma.webapp.ui import build_app
 
 
+def serve(served_models: ServedModels, **settings: Any) -> None:
+    """Serve the page until the process is asked to exit, then remove all uploaded files."""
+    with private_folder():
+        app = build_app(*served_models)
+        launch(app, prevent_thread_lock=True, app_kwargs=server_settings(served_models), **settings)
+        try:
+            while True:
+                time.sleep(0.5)
+        finally:
+            # Open pages keep their connections, which uvicorn reports as errors.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            app.server.force_exit = True
+            app.close(verbose=False)
+
+
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder for what visitors upload, closed to other users of the machine, and removed at the end.
-
-    It lies in GRADIO_TEMP_DIR, or in the system's folder for such things.
-    """
+    """Create a folder for uploads in GRADIO_TEMP_DIR, readable by this user only, and remove it at the end."""
     parent = os.environ.get("GRADIO_TEMP_DIR")
     if parent:
         Path(parent).mkdir(parents=True, exist_ok=True)
@@ -42,9 +52,10 @@ def private_folder() -> Iterator[Path]:
 
 
 def launch(app: gr.Blocks, **settings: Any) -> None:
-    """Serve the page. Nothing is shared, reported or kept beyond the visit.
+    """Launch the page without sharing, analytics or run history.
 
-    Raises ValueError, with what to do, where the address or the port cannot be had.
+    Raises:
+        InputError: the address or the port is not available.
     """
     try:
         app.launch(
@@ -64,28 +75,28 @@ def launch(app: gr.Blocks, **settings: Any) -> None:
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and "empty port" not in str(error):
             raise
-        port = settings.get("server_port") or os.environ.get("GRADIO_SERVER_PORT", "7860 and the hundred behind it")
-        raise ValueError(
-            f"Port {port} cannot be had: it is beyond 65535, something else listens there, or the address is not this "
-            "machine's. End that, or choose another one: python app.py --port 8080"
+        port = settings.get("server_port") or os.environ.get("GRADIO_SERVER_PORT", "7860-7959")
+        raise InputError(
+            "server.port",
+            "Cannot bind port {port}: it is in use or not in 1-65535, or the host is not an address of this machine. "
+            "Choose another port with --port.",
+            port=port,
         ) from None
 
 
 def _head() -> str:
-    """What all parts of the page share: the words and `page.js`."""
-    words_text = json.dumps(
-        json.loads((ASSETS / "page" / "messages.json").read_text(encoding="utf-8")), ensure_ascii=False
-    )
-    words_text = words_text.replace("<", "\\u003c")  # no word may end the script
-    script = (ASSETS / "page" / "page.js").read_text(encoding="utf-8")
-    return f"<script>window.paligemmaWords = {words_text};\n{script}</script>"
+    """The script shared by all parts of the page, with the translated messages."""
+    page = ASSETS / "page"
+    messages_text = json.dumps(json.loads((page / "messages.json").read_text(encoding="utf-8")), ensure_ascii=False)
+    messages_text = messages_text.replace("<", "\\u003c")  # a message must not close the script element
+    script = (page / "page.js").read_text(encoding="utf-8")
+    return f"<script>window.paligemmaWords = {messages_text};\n{script}</script>"
 
 
 def server_settings(served_models: ServedModels) -> dict[str, Any]:
-    """What Gradio's server gets beside the page: /healthz, and words for a disk that is full.
+    """Settings of Gradio's FastAPI app: /healthz, and a message when the disk is full.
 
-    /healthz says whether the first model is ready to answer (200) or not (503), the state of each, and which model
-    answers for it.
+    /healthz answers 200 if the first model is ready, else 503, with the state of each model and which model answers.
     """
 
     def health(response: Response) -> dict[str, Any]:
@@ -94,22 +105,7 @@ def server_settings(served_models: ServedModels) -> dict[str, Any]:
         models = [{name: served_model.describe()[name] for name in names} for served_model in served_models]
         return {"state": served_models[0].state, "models": models}
 
-    def say_what_failed(request: Request, error: OSError) -> PlainTextResponse:
-        return PlainTextResponse(_explain(error), 507 if messages.is_disk_full(error) else 500)
+    def report_os_error(request: Request, error: OSError) -> PlainTextResponse:
+        return PlainTextResponse(str(report_error(error)), 507 if is_disk_full(error) else 500)
 
-    return {"routes": [APIRoute("/healthz", health)], "exception_handlers": {OSError: say_what_failed}}
-
-
-def serve(served_models: ServedModels, **settings: Any) -> None:
-    """Serve the page until the process is told to end, and leave nothing behind."""
-    with private_folder():
-        app = build_app(*served_models)
-        launch(app, prevent_thread_lock=True, app_kwargs=server_settings(served_models), **settings)
-        try:
-            while True:
-                time.sleep(0.5)
-        finally:
-            # Open pages never hang up by themselves; that they are hung up on is no news.
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-            app.server.force_exit = True
-            app.close(verbose=False)
+    return {"routes": [APIRoute("/healthz", health)], "exception_handlers": {OSError: report_os_error}}

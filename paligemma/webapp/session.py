@@ -1,4 +1,4 @@
-"""What the server keeps of one visitor while the page is open."""
+"""State of one browser session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paligemma.webapp.served_models import ServedModel
 
 @dataclass
 class RunState:
-    """What Stop and a run under way say to each other."""
+    """Flags shared by a running generator and the handlers: set by Stop, and by the generator when it ends."""
 
     stop_requested: bool = False
     finished: bool = False
@@ -23,25 +23,26 @@ class RunState:
 
 @dataclass
 class Session:
-    """One visitor's runs, and what was asked for next. Copied for every visitor, all but the models.
+    """One user's runs, form and pending request. Gradio copies the initial session for each user.
 
     Attributes:
-        hosts: the server's models, at least one.
-        examples: those that the page offers.
-        model: which of the models answers, by its place in the list.
-        plan: what the next run shall do. A run takes it; one that finds none was overtaken, and does nothing.
-        control: of the newest run.
-        form: what picture and prompt the form had when the current run was asked for or came from a file.
-        picture: the one on the page, once a model has seen it.
-        example: the example on the page, if that is where its picture is from.
-        num_downloads: so that the same file can be had twice.
-        num_news: updates that the page was sent.
+        served_models: the server's models, at least one; shared by all sessions.
+        examples: examples shown on the page.
+        history: the session's runs.
+        model_index: index of the selected model in `served_models`.
+        run_request: the pending request. `run_pending` takes the newest one; earlier ones are replaced.
+        run_state: state of the newest run.
+        form: image and prompt of the form when the current run was submitted or imported; None after a failed request.
+        image: the image in the image view, once a model is loaded to preprocess it.
+        example: file of the chosen example, until another image is chosen.
+        num_downloads: number of downloads, so that the same file can be downloaded twice.
+        num_updates: number of page updates sent.
     """
 
     served_models: tuple[ServedModel, ...]
     examples: tuple[Example, ...] = ()
     history: History = field(default_factory=History)
-    model: int = 0
+    model_index: int = 0
     run_request: RunRequest | None = None
     run_state: RunState = field(default_factory=lambda: RunState(finished=True))
     form: tuple[Any, ...] | None = None
@@ -52,31 +53,27 @@ class Session:
 
     @property
     def served_model(self) -> ServedModel:
-        return self.served_models[self.model]
+        """The selected model."""
+        return self.served_models[self.model_index]
 
     def served_model_of(self, run: Run) -> ServedModel | None:
-        """The loaded model that made a run; None where it is not one of the server's."""
-        return next(
-            (
-                served_model
-                for served_model in self.served_models
-                if served_model.model and served_model.model_name == run.model["name"]
-            ),
-            None,
-        )
+        """The loaded model that generated a run, or None if the server does not have it."""
+        name = run.model["name"]
+        return next((served for served in self.served_models if served.model and served.model_name == name), None)
 
     def submit(self, run_request: RunRequest | None) -> None:
-        """Line a run up, and end what still runs; None leaves everything as it is."""
+        """Make a request the pending one, and stop the run in progress. None: do nothing."""
         if run_request is None:
             return
         self.run_state.stop_requested = True
         self.run_state = RunState()
         self.run_request = run_request
 
-    def requested_image(self, upload: Any) -> str | Path | InputImage | None:
-        """The picture of a request: the one on the page, which is the uploaded one unless it came otherwise."""
-        return self.image or self.example or uploaded_path(upload)
-
     def take_request(self) -> RunRequest | None:
+        """Remove and return the pending request."""
         run_request, self.run_request = self.run_request, None
         return run_request
+
+    def requested_image(self, upload: Any) -> str | Path | InputImage | None:
+        """The image of a new run: the one in the image view or of the chosen example, else the uploaded file."""
+        return self.image or self.example or uploaded_path(upload)

@@ -1,0 +1,81 @@
+"""Exceptions as users see them: errors with a code, and statuses of the page."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+from string import Formatter
+from typing import Any
+
+import gradio as gr
+
+from paligemma.errors import CodedError, InputError
+from paligemma.webapp.logs import error_location
+from paligemma.webapp.messages import Status
+
+log = logging.getLogger("paligemma.app")
+
+
+def report_error(error: Exception) -> CodedError:
+    """Log an exception, without user data, and return the error to show."""
+    if isinstance(error, ValueError | CodedError | gr.Error):
+        log.info("request refused: %s", type(error).__name__)
+    else:
+        log.error("request failed: %s at %s", type(error).__name__, error_location(error))
+    return to_coded_error(error)
+
+
+def to_coded_error(error: Exception) -> CodedError:
+    """The error to show for an exception. The message of an unexpected exception is not shown."""
+    if isinstance(error, CodedError):
+        return error
+    if isinstance(error, gr.Error):  # from ZeroGPU, such as an exceeded quota; contains HTML links
+        return CodedError("server.zerogpu", "{message}", message=re.sub(r"<[^>]*>", "", str(error.message)))
+    if isinstance(error, ValueError):
+        return InputError("server.value", "{message}", message=str(error))
+    if is_out_of_memory(error):
+        return CodedError(
+            "server.out_of_memory", "Not enough memory for this request. Use fewer tokens or a smaller model."
+        )
+    if is_disk_full(error):
+        return CodedError("server.disk_full", "The server's disk is full. Try again later; your results are kept.")
+    return CodedError("server.internal", "Internal error ({type}). See the server log.", type=type(error).__name__)
+
+
+def error_status(error: Exception) -> Status:
+    """Log an exception, and return it as a status, which the page translates by its code."""
+    return coded_status(report_error(error))
+
+
+def coded_status(error: CodedError) -> Status:
+    """An error as a status. Values are formatted here, so that the page only replaces `{name}` by text.
+
+    A value that is an error itself becomes a status too.
+    """
+    text, values = "", {}
+    for literal, name, spec, conversion in Formatter().parse(error.template):
+        text += literal
+        if name is not None:
+            text += f"{{{name}}}"
+            values[name] = _page_value(error.values[name], spec or "", conversion)
+    return {"kind": "error", "code": error.code, "text": text, "values": values}
+
+
+def _page_value(value: Any, spec: str, conversion: str | None) -> Any:
+    if isinstance(value, CodedError):
+        return coded_status(value)
+    return format(Formatter().convert_field(value, conversion), spec)
+
+
+def is_disk_full(error: Exception) -> bool:
+    """Whether the device has no space left."""
+    return isinstance(error, OSError) and error.errno == errno.ENOSPC
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether Python, an accelerator or PyTorch on the CPU is out of memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
