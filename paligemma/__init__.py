@@ -1,16 +1,17 @@
-"""PaliGemma and PaliGemma 2 from scratch in PyTorch, with the logits behind every token.
+"""PaliGemma from scratch in PyTorch, with the logits and candidates of every generated token.
 
     import paligemma
-    vlm = paligemma.load("google/paligemma2-3b-mix-224")
+
+    vlm = paligemma.load()  # the bundled demo model, or e.g. paligemma.load("google/paligemma2-3b-mix-224")
     for step in vlm.stream(image, "caption en"):
         print(step.text_delta, end="", flush=True)
 
-Importing this loads no weights and opens no connection.
+The import loads no weights and opens no connections.
 """
 
-from paligemma.checkpoint import CheckpointError
 from paligemma.config import PaliGemmaConfig
-from paligemma.generation import Candidate, GenerationResult, NonFiniteLogitsError, Step, Timing
+from paligemma.errors import CheckpointError, InputError, NonFiniteLogitsError
+from paligemma.generation import Candidate, GenerationResult, Step, Timing
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 from paligemma.parsing import Detection, parse
 from paligemma.pipeline import PaliGemma, load
@@ -21,6 +22,7 @@ __all__ = [
     "CheckpointError",
     "Detection",
     "GenerationResult",
+    "InputError",
     "NonFiniteLogitsError",
     "PaliGemma",
     "PaliGemmaConfig",

@@ -1,4 +1,4 @@
-"""python -m paligemma PICTURE PROMPT: the answer in a terminal, streamed."""
+"""Command line: `paligemma IMAGE PROMPT` (or `python -m paligemma`) prints the answer while it is generated."""
 
 from __future__ import annotations
 
@@ -12,124 +12,141 @@ from PIL import Image, UnidentifiedImageError
 
 import paligemma
 from paligemma.checkpoint import DTYPES, Progress
-from paligemma.generation import MAX_TOP_N, GenerationOptions, Sampling, Step
+from paligemma.errors import InputError
+from paligemma.generation import MAX_TOP_N, GenerationOptions, Step, StepCollector
 from paligemma.kernels import QUANTIZATIONS
+from paligemma.sampling import Sampling
 
-FAILURE, INTERRUPTED = 1, 128 + signal.SIGINT
+EXIT_FAILURE, EXIT_INTERRUPTED = 1, 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Answer one prompt. Returns the exit code: 0, 1 for a failure, 2 for bad usage, 130 after Ctrl-C.
+    """Answer one prompt about one image.
 
-    The answer goes to stdout; progress and errors, one line each, to stderr.
+    The answer is printed to stdout, progress and errors (one line each) to stderr.
+
+    Returns:
+        The exit code: 0, 1 for a failure, 130 after Ctrl-C. Invalid arguments exit with 2.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the answer
+        sys.stdout.reconfigure(errors="replace")  # for terminals that cannot encode every character
     parser = build_parser()
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        check(chosen)
-    except ValueError as error:
+        check_options(options)
+    except InputError as error:
         parser.error(str(error))
     try:
-        answer(chosen)
+        run(options)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except (OSError, ValueError, ArithmeticError, RuntimeError) as error:
         print(f"paligemma: {' '.join(str(error).split())}", file=sys.stderr)
-        return FAILURE
+        return EXIT_FAILURE
     return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags, with the defaults of `PaliGemma.stream` and `load`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paligemma", description="Answer a prompt about a picture, token by token."
-    )
-    parser.add_argument("image", metavar="PICTURE", help="a picture file")
-    parser.add_argument("prompt", metavar="PROMPT", help='the task, such as "caption en" or "detect cat"')
-    parser.add_argument("--model", help="a folder or a hub id (default: the bundled demo)")
-    parser.add_argument("--revision", help="the hub's branch, tag or commit")
+    """Build the argument parser, with the defaults of `paligemma.load` and `PaliGemma.stream`."""
+    parser = argparse.ArgumentParser(prog="paligemma", description="Answer a prompt about an image, token by token.")
+    parser.add_argument("image", metavar="IMAGE", help="image file")
+    parser.add_argument("prompt", metavar="PROMPT", help='task, such as "caption en" or "detect cat"')
+    parser.add_argument("--model", help="checkpoint folder or hub id (default: the bundled demo)")
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="(default: %(default)s)")
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="smaller, a little less exact; faster on a CPU, slower elsewhere",
+        help="quantize weights; less memory, faster on a CPU, less accurate",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest; 0: all (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample from this share of probability (default: 1)")
-    parser.add_argument("--seed", type=int, help="the same seed gives the same answer (default: a fresh one)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the k largest logits; 0 = off (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling threshold; 1 = off (default)")
+    parser.add_argument("--seed", type=int, help="seed for sampling (default: random)")
     parser.add_argument(
         "--candidates",
         type=int,
         default=0,
         metavar="N",
-        help=f"a line a token, with its N likeliest (1 to {MAX_TOP_N})",
+        help=f"print one line per token with its N most probable candidates, 1 to {MAX_TOP_N}",
     )
     return parser
 
 
-def check(chosen: argparse.Namespace) -> None:
-    """Raise ValueError for numbers that are not allowed, before anything is loaded."""
-    sampling = Sampling(chosen.temperature, chosen.top_k, chosen.top_p, chosen.seed)
-    GenerationOptions(chosen.max_new_tokens, sampling)
-    if not 0 <= chosen.candidates <= MAX_TOP_N:
-        raise ValueError(f"--candidates is {chosen.candidates}; allowed are 0 (none) to {MAX_TOP_N}")
+def check_options(options: argparse.Namespace) -> None:
+    """Raise InputError for values out of range, before the model is loaded."""
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    GenerationOptions(options.max_new_tokens, sampling)
+    if not 0 <= options.candidates <= MAX_TOP_N:
+        raise InputError(
+            "cli.candidates",
+            "--candidates must be 0 (off) to {maximum}, got {value}.",
+            maximum=MAX_TOP_N,
+            value=options.candidates,
+        )
 
 
-def answer(chosen: argparse.Namespace) -> None:
-    """Load the model and print the answer while it is made."""
-    with open_image(chosen.image) as image:
+def run(options: argparse.Namespace) -> None:
+    """Load the model and print the answer while it is generated."""
+    with open_image(options.image) as image:
         vlm = paligemma.load(
-            chosen.model,
-            chosen.revision,
-            chosen.device,
-            chosen.dtype,
-            chosen.quantize,
-            progress=report_progress(sys.stderr.isatty()),
+            options.model,
+            options.revision,
+            options.device,
+            options.dtype,
+            options.quantize,
+            progress=print_progress(sys.stderr.isatty()),
         )
-        steps = vlm.stream(
-            image,
-            chosen.prompt,
-            max_new_tokens=chosen.max_new_tokens,
-            temperature=chosen.temperature,
-            top_k=chosen.top_k,
-            top_p=chosen.top_p,
-            seed=chosen.seed,
-            top_n=chosen.candidates or 1,
+        steps = StepCollector(
+            vlm.stream(
+                image,
+                options.prompt,
+                max_new_tokens=options.max_new_tokens,
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                seed=options.seed,
+                top_n=options.candidates or 1,
+            )
         )
-        text = ""
         for step in steps:
-            text = step.text
-            print(line_of(step) if chosen.candidates else step.text_delta, end="", flush=True)
-    print(f"\n{text}" if chosen.candidates else "")
+            print(format_step(step) if options.candidates else step.text_delta, end="", flush=True)
+    text = steps.steps[-1].text
+    print(f"\n{text}" if options.candidates else "")
     if not text.strip():
-        print("paligemma: the model ended its answer at once; it may not know this kind of prompt", file=sys.stderr)
+        print("paligemma: the answer is empty; the model may not support this kind of prompt", file=sys.stderr)
 
 
 def open_image(path: str) -> Image.Image:
-    """The picture, not decoded yet. ValueError for what is none, and for one so large that it may be an attack."""
+    """Open an image file, without decoding it.
+
+    Raises:
+        InputError: if the file is missing, is not an image, or is so large that it may be a decompression bomb.
+    """
     try:
         return Image.open(path)
     except FileNotFoundError:
-        raise ValueError(f"there is no file {path}") from None
+        raise InputError("cli.image_missing", "There is no file {path}.", path=path) from None
     except UnidentifiedImageError:
-        raise ValueError(f"{path} is no picture that can be read, or is damaged; JPEG, PNG and WEBP can be") from None
+        raise InputError(
+            "cli.image_format", "Unsupported or corrupt image: {path}. Use JPEG, PNG or WebP.", path=path
+        ) from None
     except Image.DecompressionBombError as error:
-        raise ValueError(f"{path} is too large a picture: {error}") from None
+        raise InputError(
+            "cli.image_too_large", "The image {path} is too large: {reason}", path=path, reason=str(error)
+        ) from None
 
 
-def line_of(step: Step) -> str:
-    """One token as a line: its logit and probability, then the candidates, likeliest first."""
+def format_step(step: Step) -> str:
+    """Format a token as one line: its logit and probability, then the candidates."""
     candidates = "  ".join(f"{token.piece!r} {token.logit:.2f} {token.prob:.1%}" for token in step.top)
     return f"{step.index:4d} {step.piece!r} {step.logit:.2f} {step.prob:.1%} | {candidates}\n"
 
 
-def report_progress(is_terminal: bool) -> Progress:
-    """A counter on one line of the terminal; silent where stderr goes elsewhere."""
+def print_progress(is_terminal: bool) -> Progress:
+    """Return a callback that updates a percentage on stderr; it prints nothing if stderr is not a terminal."""
     if not is_terminal:
         return lambda stage, done, total: None
 

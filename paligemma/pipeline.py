@@ -1,4 +1,4 @@
-"""The thin wrapper: load a checkpoint, ask it about a picture, read the answer token by token."""
+"""The public interface: load a checkpoint, then generate text about an image, token by token."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from PIL import Image
 
 from paligemma import checkpoint, generation
 from paligemma.config import PaliGemmaConfig
-from paligemma.generation import GenerationOptions, GenerationResult, Sampling, Step
+from paligemma.generation import GenerationOptions, GenerationResult, Step, StepCollector
 from paligemma.image_features import ImageFeatureCache
 from paligemma.kernels import check_quantization
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 from paligemma.processing import PaliGemmaProcessor
+from paligemma.sampling import Sampling
 
 
 class PaliGemma:
-    """A model with its processor, ready to answer. `load` makes one.
+    """A model and its processor; `load` creates one.
 
-    Requests share nothing but the weights and what the vision tower made of the last pictures, so that several may
-    run side by side.
+    Requests share only the weights and the cache of image features, so several can run concurrently.
 
     Attributes:
-        model, processor: the two halves, public for whoever wants to look inside.
-        name: the hub id, the folder as it was given, or "bundled demo".
-        source: where the checkpoint came from: "bundled", "folder" or "hub"; None for a model made in code.
-        revision: the hub's branch, tag or commit; None elsewhere.
-        quantize: "int8" where the decoder's weights were rounded to it, else None.
-        backend: what computes the decoder, such as "bfloat16 (packed for oneDNN)" or "int8 (oneDNN)".
-        image_features: pixels to the decoder's image rows, remembered for the last pictures.
-        sampleable: bool, (vocab_size,), the rows that may be generated; computed once, since the vocabulary is large.
+        model: the PyTorch module.
+        processor: image preprocessing and tokenizer.
+        name: hub id, folder as given, or "bundled demo".
+        source: origin of the checkpoint: "bundled", "folder" or "hub"; None for a model that was not loaded.
+        revision: branch, tag or commit on the hub; None for other sources.
+        quantize: "int8" if the decoder's weights are quantized, else None.
+        backend: dtype and kernels of the decoder, such as "bfloat16 (packed for oneDNN)" or "int8 (oneDNN)".
+        image_features: cached function from pixel_values to image features.
+        allowed_tokens: (vocab_size,), bool; the tokens that can be generated.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class PaliGemma:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in the checkpoint. Prepared weights are no parameters, so the model's own would be too few."""
+        """Number of parameters in the checkpoint; packed or quantized weights are not parameters of `model`."""
         return sum(parameter.numel() for parameter in checkpoint.build_empty_model(self.config).parameters())
 
     @property
@@ -85,30 +86,30 @@ class PaliGemma:
         forced_ids: Iterable[int] = (),
         time_limit: float | None = None,
     ) -> Generator[Step, None, GenerationResult]:
-        """Answer a prompt about a picture, a Step a token.
+        """Generate an answer to a prompt about an image, one Step per token.
 
-        The arguments are checked and the picture is read at the call; the model runs when a step is asked for. Closing
-        the generator stops the work. What it returns (`result = yield from vlm.stream(...)`) is what `generate` gives.
+        Arguments are checked and the image is preprocessed at the call; the model runs when a step is requested.
+        Closing the generator stops generation. Its return value (`result = yield from vlm.stream(...)`) is that of
+        `generate`.
 
         Args:
             image: any PIL image.
-            prompt: the bare task, such as "caption en" or "detect cat". Newlines at its end are dropped; special
-                tokens written in it are ordinary characters.
-            max_new_tokens: at least 1; with picture and prompt at most `config.text_config.max_position_embeddings`.
+            prompt: the bare task text, such as "caption en" or "detect cat". Trailing newlines are removed; special
+                tokens in it are encoded as ordinary characters.
+            max_new_tokens: >= 1; together with image and prompt at most `config.text_config.max_position_embeddings`.
             temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy.
-            top_n: candidates in each Step, 1 to 50.
-            forced_ids: taken as the first generated tokens; they count towards `max_new_tokens`.
-            time_limit: seconds after which no further token is begun; None: no limit.
+            top_n: number of candidates in each Step, 1 to 50.
+            forced_ids: token ids used as the first generated tokens; they count toward `max_new_tokens`.
+            time_limit: seconds after which no further token is started; None: no limit.
 
         Raises:
-            ValueError: at the call; says the value and what is allowed.
-            NonFiniteLogitsError: from a step, when the model's numbers overflow (float16).
+            InputError: at the call, for an invalid argument.
+            NonFiniteLogitsError: from a step, if the model overflows (float16).
         """
         started = perf_counter()
-        if image is None:
-            raise ValueError("a picture is needed: image is None; allowed is any PIL image")
         sampling = Sampling(temperature, top_k, top_p, seed)
-        options = GenerationOptions(max_new_tokens, sampling, top_n, forced_ids, time_limit)
+        # GenerationOptions converts forced_ids to a tuple.
+        options = GenerationOptions(max_new_tokens, sampling, top_n, forced_ids, time_limit)  # type: ignore[arg-type]
         inputs = self.processor([image], [prompt])
         return generation.stream(
             self.model, self.processor, inputs, self.allowed_tokens, options, started, self.image_features
@@ -127,15 +128,14 @@ class PaliGemma:
         forced_ids: Iterable[int] = (),
         time_limit: float | None = None,
     ) -> GenerationResult:
-        """The whole answer at once; arguments and errors are those of `stream`."""
-        steps = self.stream(
-            image, prompt, max_new_tokens, temperature, top_k, top_p, seed, top_n, forced_ids, time_limit
+        """Generate the complete answer. Arguments and errors are those of `stream`."""
+        steps = StepCollector(
+            self.stream(image, prompt, max_new_tokens, temperature, top_k, top_p, seed, top_n, forced_ids, time_limit)
         )
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return end.value
+        for _ in steps:
+            pass
+        assert steps.result is not None
+        return steps.result
 
 
 def load(
@@ -147,26 +147,25 @@ def load(
     token: str | None = None,
     progress: checkpoint.Progress | None = None,
 ) -> PaliGemma:
-    """Load a checkpoint, downloading it where that is needed.
+    """Load a checkpoint, downloading it if necessary.
 
     Args:
-        source: None for the bundled demo; a folder in the hub's layout; or a hub id such as
+        source: None for the bundled demo, a folder in the hub's layout, or a hub id such as
             "google/paligemma2-3b-mix-224".
-        revision: branch, tag or commit, only with a hub id.
-        device: "auto" (CUDA, else MPS, else the CPU), or a device.
-        dtype: "auto", "float32", "bfloat16" or "float16". "auto" keeps the type of a local checkpoint; a hub id takes
-            bfloat16 where the device is fast in it, else float32.
-        quantize: None: the decoder computes with the loaded values. "int8": its weights and the head's are rounded to
-            int8, and so are the rows that meet them; about half the memory and, on a CPU, a half to two thirds of the
-            time. Elsewhere each matrix is brought back to the rows' type at every call: slower, by how much was not
-            measured.
-        token: of the hub; None: the one that `hf auth login` stored, or HF_TOKEN.
-        progress: called with (stage, bytes done, bytes in all); the stage is "downloading", for a hub id, then
+        revision: branch, tag or commit; only with a hub id.
+        device: "auto" (CUDA, else MPS, else CPU) or a device.
+        dtype: "auto", "float32", "bfloat16" or "float16". "auto" keeps the dtype of a local checkpoint; for a hub id it
+            is bfloat16 on devices that compute it fast, else float32.
+        quantize: None, or "int8" for int8 weights and activations in the decoder's and the head's linear layers. This
+            needs about half the memory; on a CPU, decoding takes half to two thirds of the time. On other devices,
+            weights are dequantized in every call, which is slower.
+        token: access token for the hub; None: the one stored by `hf auth login`, or HF_TOKEN.
+        progress: called with (stage, bytes done, total bytes); the stage is "downloading" (hub id only), then
             "loading".
 
     Raises:
-        ValueError: says what is wrong and what is allowed. `CheckpointError` is one: for a checkpoint that cannot be
-            had or used, with what to do.
+        CheckpointError: if the checkpoint is not available or not usable.
+        InputError: for any other invalid argument.
     """
     check_quantization(quantize)
     found = checkpoint.find_checkpoint(source, revision, token, device, dtype, progress)

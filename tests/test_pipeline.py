@@ -1,4 +1,4 @@
-"""The wrapper and the command line, on a small checkpoint on disk."""
+"""The public interface and the command line, with a small checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paligemma import __main__ as command_line
 from paligemma import checkpoint
 from paligemma.benchmarks.random_checkpoints import make_model, save_layout
 
-PICTURE = Image.merge("RGB", [Image.linear_gradient("L"), Image.radial_gradient("L"), Image.linear_gradient("L")])
+IMAGE = Image.merge("RGB", [Image.linear_gradient("L"), Image.radial_gradient("L"), Image.linear_gradient("L")])
 STEP_FIELDS = (
     *("index", "token_id", "piece", "text_delta", "text", "logit", "logprob", "prob", "sampled_prob", "rank"),
     *("entropy", "logsumexp", "top", "finish_reason", "seconds"),
@@ -36,9 +36,9 @@ def vlm(folder) -> paligemma.PaliGemma:
 
 
 @pytest.fixture(scope="module")
-def picture_file(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("pictures") / "gradient.png"
-    PICTURE.save(path)
+def image_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("images") / "gradient.png"
+    IMAGE.save(path)
     return path
 
 
@@ -46,10 +46,10 @@ def without_time(steps) -> list[paligemma.Step]:
     return [dataclasses.replace(step, seconds=0) for step in steps]
 
 
-# The wrapper ----------------------------------------------------------------------------------------------------
+# The public interface
 
 
-def test_names_and_defaults_are_those_of_the_contract():
+def test_names_and_defaults_match_the_contract():
     options = (
         "max_new_tokens=128, temperature=0.0, top_k=0, top_p=1.0, seed=None, top_n=10, forced_ids=(), time_limit=None"
     )
@@ -61,45 +61,49 @@ def test_names_and_defaults_are_those_of_the_contract():
     assert candidate_fields == ["token_id", "piece", "logit", "logprob", "prob", "sampled_prob"]
 
 
-def test_the_public_names_are_there():
+def test_public_names_exist_and_are_sorted():
     assert all(hasattr(paligemma, name) for name in paligemma.__all__)
     assert paligemma.__all__ == sorted(paligemma.__all__)
 
 
-def test_what_was_loaded_is_public(vlm, folder):
+def test_attributes_of_a_loaded_model(vlm, folder):
     assert (vlm.name, vlm.source, vlm.revision) == (str(folder), "folder", None)
     assert (vlm.device, vlm.dtype) == (torch.device("cpu"), torch.float32)
     assert vlm.config is vlm.model.config
-    inputs = vlm.processor([PICTURE], ["caption en"])
+    inputs = vlm.processor([IMAGE], ["caption en"])
     assert set(inputs) == {"pixel_values", "input_ids", "attention_mask"}
 
 
-def test_generate_is_stream_drained(vlm):
+def test_generate_returns_the_steps_of_stream(vlm):
     options = {"max_new_tokens": 6, "temperature": 1.5, "top_k": 50, "top_p": 0.9, "seed": 4, "top_n": 3}
-    steps = list(vlm.stream(PICTURE, "caption en", **options))
-    result = vlm.generate(PICTURE, "caption en", **options)
+    steps = list(vlm.stream(IMAGE, "caption en", **options))
+    result = vlm.generate(IMAGE, "caption en", **options)
     assert without_time(result.steps) == without_time(steps)
     assert result.token_ids == tuple(step.token_id for step in steps)
     assert (result.text, result.finish_reason, result.seed) == (steps[-1].text, steps[-1].finish_reason, 4)
     assert len(steps[0].top) == 3
 
 
-def test_positional_arguments_keep_their_order(vlm):
-    arguments = (PICTURE, "caption en", 5, 1.5, 50, 0.9, 4, 3, (300,), 60.0)
+def test_positional_arguments(vlm):
+    arguments = (IMAGE, "caption en", 5, 1.5, 50, 0.9, 4, 3, (300,), 60.0)
     assert without_time(vlm.generate(*arguments).steps) == without_time(vlm.stream(*arguments))
 
 
-def test_newlines_at_the_end_and_special_tokens_in_the_prompt_have_no_power(vlm):
-    plain = vlm.generate(PICTURE, "caption en", max_new_tokens=3)
-    assert vlm.generate(PICTURE, "caption en\n\n", max_new_tokens=3).token_ids == plain.token_ids
-    assert len(vlm.generate(PICTURE, "<image><bos> what", max_new_tokens=3).steps) == 3
+def test_trailing_newlines_and_special_tokens_in_the_prompt_are_harmless(vlm):
+    plain = vlm.generate(IMAGE, "caption en", max_new_tokens=3)
+    assert vlm.generate(IMAGE, "caption en\n\n", max_new_tokens=3).token_ids == plain.token_ids
+    assert len(vlm.generate(IMAGE, "<image><bos> what", max_new_tokens=3).steps) == 3
 
 
 @pytest.mark.parametrize(
     ("image", "message"),
-    [(None, "a picture is needed"), ("cow.png", "must be a PIL image, got str"), (torch.zeros(3, 56, 56), "PIL image")],
+    [
+        (None, "must be a PIL image, got NoneType"),
+        ("cow.png", "must be a PIL image, got str"),
+        (torch.zeros(3, 56, 56), "PIL image"),
+    ],
 )
-def test_what_is_no_picture_is_refused_at_the_call(vlm, image, message):
+def test_invalid_image_is_rejected_at_the_call(vlm, image, message):
     for method in (vlm.stream, vlm.generate):
         with pytest.raises(ValueError, match=message):
             method(image, "caption en")
@@ -119,57 +123,57 @@ def test_what_is_no_picture_is_refused_at_the_call(vlm, image, message):
         ("time_limit", 0),
     ],
 )
-def test_bad_options_are_refused_at_the_call(vlm, option, value):
+def test_invalid_option_is_rejected_at_the_call(vlm, option, value):
     with pytest.raises(ValueError, match=option):
-        vlm.stream(PICTURE, "caption en", **{option: value})
+        vlm.stream(IMAGE, "caption en", **{option: value})
 
 
-# Loading --------------------------------------------------------------------------------------------------------
+# Loading
 
 
-def test_without_a_bundled_model_the_message_says_how_to_name_one(monkeypatch, tmp_path):
+def test_error_without_a_bundled_model_explains_how_to_choose_one(monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoint.find, "BUNDLED_FOLDER", tmp_path / "demo")
     with pytest.raises(paligemma.CheckpointError, match=r"No model is bundled .* hub id such as google/paligemma2"):
         paligemma.load()
 
 
-def test_load_passes_type_and_progress_on(folder):
+def test_load_with_dtype_and_progress(folder):
     reports = []
     vlm = paligemma.load(str(folder), dtype="bfloat16", device="cpu", progress=lambda *report: reports.append(report))
     assert vlm.dtype == torch.bfloat16
     stage, done, total = reports[-1]
     assert stage == "loading" and done == total > 0
-    assert len(vlm.generate(PICTURE, "caption en", max_new_tokens=2).steps) == 2
+    assert len(vlm.generate(IMAGE, "caption en", max_new_tokens=2).steps) == 2
 
 
-# The command line -----------------------------------------------------------------------------------------------
+# The command line
 
 
-def test_the_answer_is_printed(vlm, folder, picture_file, capsys):
-    arguments = [str(picture_file), "caption en", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "8"]
+def test_answer_is_printed(vlm, folder, image_file, capsys):
+    arguments = [str(image_file), "caption en", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "8"]
     assert command_line.main(arguments) == 0
-    expected = vlm.generate(PICTURE, "caption en", max_new_tokens=8)
+    expected = vlm.generate(IMAGE, "caption en", max_new_tokens=8)
     captured = capsys.readouterr()
     assert captured.out == expected.text + "\n"
     assert captured.err == ""
 
 
-def test_candidates_are_a_line_a_token(vlm, folder, picture_file, capsys):
-    arguments = [str(picture_file), "caption en", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "4"]
+def test_candidates_are_printed_one_line_per_token(vlm, folder, image_file, capsys):
+    arguments = [str(image_file), "caption en", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "4"]
     assert command_line.main([*arguments, "--candidates", "3", "--temperature", "1.5", "--seed", "2"]) == 0
     lines = capsys.readouterr().out.split("\n")
-    for step, line in zip(vlm.stream(PICTURE, "caption en", 4, 1.5, seed=2, top_n=3), lines, strict=False):
+    for step, line in zip(vlm.stream(IMAGE, "caption en", 4, 1.5, seed=2, top_n=3), lines, strict=False):
         assert line.startswith(f"{step.index:4d} {step.piece!r} {step.logit:.2f}")
         for candidate in step.top:
             assert f"{candidate.piece!r} {candidate.logit:.2f} {candidate.prob:.1%}" in line
 
 
-def test_int8_can_be_asked_for(folder, picture_file, tmp_path, monkeypatch, capsys):
+def test_quantize_int8(folder, image_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    arguments = [str(picture_file), "caption en", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "4"]
+    arguments = [str(image_file), "caption en", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "4"]
     assert command_line.main([*arguments, "--quantize", "int8"]) == 0
     vlm = paligemma.load(folder, device="cpu", quantize="int8")
-    assert capsys.readouterr().out == vlm.generate(PICTURE, "caption en", max_new_tokens=4).text + "\n"
+    assert capsys.readouterr().out == vlm.generate(IMAGE, "caption en", max_new_tokens=4).text + "\n"
 
 
 @pytest.mark.parametrize(
@@ -183,51 +187,51 @@ def test_int8_can_be_asked_for(folder, picture_file, tmp_path, monkeypatch, caps
         ["--bogus"],
     ],
 )
-def test_bad_usage_ends_with_2_before_anything_is_loaded(picture_file, capsys, flags):
-    with pytest.raises(SystemExit) as ended:
-        command_line.main([str(picture_file), "caption en", "--model", "absent", *flags])
-    assert ended.value.code == 2
+def test_invalid_arguments_exit_with_2_before_loading(image_file, capsys, flags):
+    with pytest.raises(SystemExit) as exit_info:
+        command_line.main([str(image_file), "caption en", "--model", "absent", *flags])
+    assert exit_info.value.code == 2
     assert "error:" in capsys.readouterr().err
 
 
-def test_failures_are_one_line_and_end_with_1(folder, picture_file, tmp_path, capsys):
-    no_picture = tmp_path / "words.png"
-    no_picture.write_text("words")
-    for image, model, said in (
-        (tmp_path / "absent.png", folder, "there is no file"),
-        (no_picture, folder, "is no picture"),
-        (picture_file, tmp_path / "absent", "is neither a local folder"),
+def test_failures_print_one_line_and_exit_with_1(folder, image_file, tmp_path, capsys):
+    not_an_image = tmp_path / "text.png"
+    not_an_image.write_text("text")
+    for image, model, message in (
+        (tmp_path / "absent.png", folder, "There is no file"),
+        (not_an_image, folder, "Unsupported or corrupt image"),
+        (image_file, tmp_path / "absent", "is neither a local folder"),
     ):
         assert command_line.main([str(image), "caption en", "--model", str(model)]) == 1
         captured = capsys.readouterr()
-        assert captured.err.startswith("paligemma: ") and said in captured.err
+        assert captured.err.startswith("paligemma: ") and message in captured.err
         assert captured.err.count("\n") == 1
         assert captured.out == ""
 
 
-def test_an_answer_without_text_is_said_to_be_one(folder, picture_file, monkeypatch, capsys):
+def test_empty_answer_prints_a_note(folder, image_file, monkeypatch, capsys):
     monkeypatch.setattr(command_line.paligemma, "load", lambda *_, **__: FakeModel(pieces=()))
-    assert command_line.main([str(picture_file), "?", "--model", str(folder)]) == 0
+    assert command_line.main([str(image_file), "?", "--model", str(folder)]) == 0
     captured = capsys.readouterr()
-    assert captured.out == "\n" and "ended its answer at once" in captured.err
+    assert captured.out == "\n" and "the answer is empty" in captured.err
 
 
-def test_a_picture_too_large_for_pillow_is_one_line_too(folder, picture_file, monkeypatch, capsys):
+def test_image_too_large_for_pillow_exits_with_1(folder, image_file, monkeypatch, capsys):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
-    assert command_line.main([str(picture_file), "caption en", "--model", str(folder)]) == 1
-    assert "too large a picture" in capsys.readouterr().err
+    assert command_line.main([str(image_file), "caption en", "--model", str(folder)]) == 1
+    assert "is too large" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_with_130(folder, picture_file, monkeypatch):
+def test_ctrl_c_ends_with_130(folder, image_file, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(paligemma, "load", interrupted)
-    assert command_line.main([str(picture_file), "caption en", "--model", str(folder)]) == 130
+    assert command_line.main([str(image_file), "caption en", "--model", str(folder)]) == 130
 
 
-def test_it_runs_as_a_module(folder, picture_file):
-    command = [sys.executable, "-m", "paligemma", str(picture_file), "caption en", "--model", str(folder)]
+def test_runs_as_a_module(folder, image_file):
+    command = [sys.executable, "-m", "paligemma", str(image_file), "caption en", "--model", str(folder)]
     command += ["--device", "cpu", "--max-new-tokens", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
