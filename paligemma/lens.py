@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +20,7 @@ from paligemma.attention_mask import PREFIX, SUFFIX
 from paligemma.errors import InputError, NonFiniteLogitsError
 from paligemma.gemma import GemmaLayer, LayerObserver
 from paligemma.sampling import rank_of, top_k_indices
+from paligemma.validation import is_integer
 
 if TYPE_CHECKING:
     from paligemma.pipeline import PaliGemma
@@ -200,7 +200,7 @@ def _lens_rows(vlm: PaliGemma, logits: Tensor, final_id: int) -> tuple[LensRow, 
 
 
 def _check_request(vlm: PaliGemma, prefix_length: int, token_ids: tuple[int, ...], index: int) -> None:
-    if not _is_integer(index) or not 0 <= index < len(token_ids):
+    if not is_integer(index) or not 0 <= index < len(token_ids):
         raise InputError(
             "lens.index",
             "index must be an integer >= 0 and < {count}, the number of token_ids, got {index!r}.",
@@ -209,7 +209,7 @@ def _check_request(vlm: PaliGemma, prefix_length: int, token_ids: tuple[int, ...
         )
     for token_id in token_ids:
         allowed = vlm.allowed_tokens
-        if not _is_integer(token_id) or not 0 <= token_id < len(allowed) or not allowed[token_id]:
+        if not is_integer(token_id) or not 0 <= token_id < len(allowed) or not allowed[token_id]:
             raise InputError(
                 "lens.token_id",
                 "token_ids must be vocabulary ids that the tokenizer has, except the image token, got {token_id!r}.",
@@ -226,7 +226,3 @@ def _check_request(vlm: PaliGemma, prefix_length: int, token_ids: tuple[int, ...
             prefix=prefix_length,
             positions=positions,
         )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)

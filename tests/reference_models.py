@@ -1,4 +1,4 @@
-"""Random models of transformers and ours with the same weights, made once for all tests."""
+"""Random transformers models, and ours with the same weights, cached for all tests."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ FAST_CASES = ("paligemma1", "grouped", "paligemma2", "sliding")
 @lru_cache
 @torch.inference_mode(False)
 def reference_model(case: str, seed: int = 0) -> transformers.PaliGemmaForConditionalGeneration:
-    """transformers' model of a case, float32. Shared: do not change it."""
+    """transformers' float32 model of a case. Cached: do not modify it."""
     return make_model(case, seed)
 
 
 @lru_cache
 @torch.inference_mode(False)
 def our_model(case: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PaliGemmaForConditionalGeneration:
-    """Our model with the same weights. Shared: do not change it."""
+    """Our model with the same weights. Cached: do not modify it."""
     return convert(reference_model(case, seed)).to(dtype)
 
 
 @torch.inference_mode(False)
 def new_model(case: Case | str, seed: int = 0) -> PaliGemmaForConditionalGeneration:
-    """Our model with random weights, the caller's own."""
+    """Our model with random weights, not cached."""
     return convert(make_model(case, seed))
 
 
@@ -64,12 +64,12 @@ def prompt_ids(case: str, prompt: str = SHORT_PROMPT) -> torch.Tensor:
 
 
 def random_ids(count: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
-    """Answer tokens, (batch, count), none of them special."""
+    """Random answer tokens, (batch, count), without special tokens."""
     return torch.randint(20, 1500, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 def reference_logits(case: str, input_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-    """transformers' logits of a prefix (token_type_ids all zero unless given)."""
+    """transformers' logits, with all tokens as prefix unless token_type_ids are given."""
     inputs.setdefault("token_type_ids", torch.zeros_like(input_ids))
     inputs.setdefault("pixel_values", pixels_of(case, len(input_ids)))
     with torch.inference_mode():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_models import FILLER_ROWS, KINDS, tiny_config, tiny_model, tiny_processor
+from tiny_models import KINDS, UNUSED_IDS, tiny_config, tiny_model, tiny_processor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from paligemma import generation
@@ -167,10 +167,10 @@ def test_tokens_that_are_not_allowed_have_no_effect(sampling):
     model = tiny_model()
     plain = list(start(model, max_new_tokens=5, sampling=sampling, top_n=50))
     not_allowed = ~allowed_tokens_of(model)
-    assert int(not_allowed.sum()) == FILLER_ROWS + 1
+    assert int(not_allowed.sum()) == UNUSED_IDS + 1
 
     def give_them_the_largest_logits(logits):
-        logits[..., not_allowed] = torch.tensor([1e6] * FILLER_ROWS + [math.inf])
+        logits[..., not_allowed] = torch.tensor([1e6] * UNUSED_IDS + [math.inf])
 
     change_logits(model, give_them_the_largest_logits)
     steps = list(start(model, max_new_tokens=5, sampling=sampling, top_n=50))

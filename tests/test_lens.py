@@ -11,7 +11,8 @@ from reference_models import FAST_CASES, config_of, new_model, our_model, refere
 
 from paligemma import lens
 from paligemma.benchmarks.tiny_tokenizer import build_tiny_tokenizer
-from paligemma.generation import GenerationResult, NonFiniteLogitsError
+from paligemma.errors import NonFiniteLogitsError
+from paligemma.generation import GenerationResult
 from paligemma.pipeline import PaliGemma
 from paligemma.processing import PaliGemmaProcessor
 

@@ -10,7 +10,7 @@ from paligemma.checkpoint import canonical_name
 from paligemma.config import PaliGemmaConfig
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 
-ROWS_OF_TOKENIZER, ROWS_OF_HUB = 257152, 257216
+TOKENIZER_VOCAB, HUB_VOCAB = 257152, 257216
 VISION = {
     "model_type": "siglip_vision_model",
     "hidden_size": 1152,
@@ -56,7 +56,7 @@ TEXT = {
         "query_pre_attn_scalar": 144,
     },
 }
-# With one embedding row for each piece of the tokenizer (257,152); the hub's files have 64 rows more.
+# With the tokenizer's vocabulary of 257,152; the hub's files have 64 unused ids more.
 PARAMETERS = {
     ("PaliGemma 3B", 224): 2_923_335_408,
     ("PaliGemma 3B", 448): 2_924_220_144,
@@ -78,20 +78,22 @@ PARAMETERS_OF_HUB = {
 }
 
 
-def official_config(size: str, resolution: int, rows: int) -> dict:
+def official_config(size: str, resolution: int, vocab_size: int) -> dict:
     return {
         "model_type": "paligemma",
         "hidden_size": 2048,
         "image_token_index": 257152,
         "projection_dim": TEXT[size]["hidden_size"],
-        "text_config": {**TEXT[size], "vocab_size": rows},
+        "text_config": {**TEXT[size], "vocab_size": vocab_size},
         "vision_config": {**VISION, "image_size": resolution, "projection_dim": TEXT[size]["hidden_size"]},
     }
 
 
-def our_shapes(size: str, resolution: int, rows: int) -> dict[str, torch.Size]:
+def our_shapes(size: str, resolution: int, vocab_size: int) -> dict[str, torch.Size]:
     with torch.device("meta"):
-        model = PaliGemmaForConditionalGeneration(PaliGemmaConfig.from_dict(official_config(size, resolution, rows)))
+        model = PaliGemmaForConditionalGeneration(
+            PaliGemmaConfig.from_dict(official_config(size, resolution, vocab_size))
+        )
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
@@ -100,19 +102,19 @@ def count(shapes: dict[str, torch.Size]) -> int:
 
 
 @pytest.mark.parametrize(("size", "resolution"), PARAMETERS)
-def test_names_shapes_and_counts(size: str, resolution: int):
-    config = transformers.PaliGemmaConfig(**official_config(size, resolution, ROWS_OF_TOKENIZER))
+def test_parameter_names_and_shapes_equal_transformers(size: str, resolution: int):
+    config = transformers.PaliGemmaConfig(**official_config(size, resolution, TOKENIZER_VOCAB))
     with torch.device("meta"):
         reference = transformers.PaliGemmaForConditionalGeneration(config)
-    shapes = our_shapes(size, resolution, ROWS_OF_TOKENIZER)
+    shapes = our_shapes(size, resolution, TOKENIZER_VOCAB)
     assert shapes == {canonical_name(name): parameter.shape for name, parameter in reference.named_parameters()}
     assert count(shapes) == PARAMETERS[size, resolution]
 
 
 @pytest.mark.parametrize(("size", "resolution"), PARAMETERS_OF_HUB)
-def test_counts_of_the_hubs_files(size: str, resolution: int):
-    assert count(our_shapes(size, resolution, ROWS_OF_HUB)) == PARAMETERS_OF_HUB[size, resolution]
+def test_parameter_counts_equal_the_hubs_files(size: str, resolution: int):
+    assert count(our_shapes(size, resolution, HUB_VOCAB)) == PARAMETERS_OF_HUB[size, resolution]
 
 
-def test_the_hubs_paligemma_3b_has_603_tensors():
-    assert len(our_shapes("PaliGemma 3B", 896, ROWS_OF_HUB)) == 603
+def test_paligemma_3b_has_603_tensors():
+    assert len(our_shapes("PaliGemma 3B", 896, HUB_VOCAB)) == 603

@@ -1,4 +1,4 @@
-"""Small random PaliGemmas, built with our own classes, whose greedy answers vary."""
+"""Small random PaliGemma models, built with our own classes, with varied greedy answers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paligemma.config import GemmaConfig, PaliGemmaConfig, SiglipVisionConfig
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 from paligemma.processing import PaliGemmaProcessor
 
-FILLER_ROWS = 32
-WINDOW = 24  # the prefix of 16 image tokens and a short prompt fits in, a prefix and a long answer do not
+UNUSED_IDS = 32
+WINDOW = 24  # longer than a short prefix (16 image tokens and a prompt), shorter than with a long answer
 TEXT_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 TEXT_CONFIGS = {
     "paligemma1": {**TEXT_SIZES, "model_type": "gemma", "num_key_value_heads": 1, "head_dim": 8},
@@ -33,12 +33,12 @@ KINDS = tuple(TEXT_CONFIGS)
 
 @cache
 def tiny_processor() -> PaliGemmaProcessor:
-    """56 x 56 pixels, 16 image tokens."""
+    """A processor for 56 x 56 pixels and 16 image tokens."""
     return PaliGemmaProcessor(build_tiny_tokenizer(), image_size=56, num_image_tokens=16)
 
 
 def tiny_config(kind: str, max_position_embeddings: int = 256) -> PaliGemmaConfig:
-    """The vocabulary is the tiny tokenizer's with filler rows behind it, as in Google's checkpoints."""
+    """A configuration whose vocabulary is the tiny tokenizer's plus unused ids, as in Google's checkpoints."""
     image_token = tiny_processor().image_token_id
     return PaliGemmaConfig(
         vision_config=SiglipVisionConfig(
@@ -46,7 +46,7 @@ def tiny_config(kind: str, max_position_embeddings: int = 256) -> PaliGemmaConfi
         ),
         text_config=GemmaConfig(
             **TEXT_CONFIGS[kind],
-            vocab_size=image_token + 1 + FILLER_ROWS,
+            vocab_size=image_token + 1 + UNUSED_IDS,
             max_position_embeddings=max_position_embeddings,
         ),
         image_token_index=image_token,
@@ -56,7 +56,7 @@ def tiny_config(kind: str, max_position_embeddings: int = 256) -> PaliGemmaConfi
 def tiny_model(
     kind: str = "paligemma1", dtype: torch.dtype = torch.float32, config: PaliGemmaConfig | None = None
 ) -> PaliGemmaForConditionalGeneration:
-    """The same weights at every call."""
+    """A model with the same weights at every call."""
     model = PaliGemmaForConditionalGeneration(config or tiny_config(kind)).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(10)
     for name, parameter in model.named_parameters():
