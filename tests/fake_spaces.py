@@ -1,7 +1,6 @@
-"""In place of Hugging Face's `spaces`: a function with a lent GPU runs in another process, as on ZeroGPU.
+"""Fake of Hugging Face's `spaces` package: a decorated function runs in a forked process, as on ZeroGPU.
 
-What goes there and what comes back is pickled; an error there becomes one without its words here; what the function
-returns at the end of a generator is lost. `loans` notes each call: its seconds and the sizes of what came back.
+Arguments and results are pickled, an exception loses its message, and the return value of a generator is lost.
 """
 
 from __future__ import annotations
@@ -17,69 +16,77 @@ from typing import Any
 
 
 @dataclass
-class Loan:
+class Lease:
+    """One call of a decorated function.
+
+    Attributes:
+        seconds: requested duration.
+        sizes: bytes of each pickled result.
+        was_ended: whether the process has exited.
+    """
+
     seconds: int
     sizes: list[int] = field(default_factory=list)
     was_ended: bool = False
 
 
-loans: list[Loan] = []
+leases: list[Lease] = []
 
 
-def GPU(duration: Callable[..., int]) -> Callable[[Callable], Callable]:  # noqa: N802 - the name is not ours
-    def gpu_lease(task: Callable) -> Callable:
+def GPU(duration: Callable[..., int]) -> Callable[[Callable], Callable]:  # noqa: N802 - the name in `spaces`
+    def decorate(task: Callable) -> Callable:
         def generator(*arguments: Any) -> Iterator[Any]:
-            yield from _call(_each, task, arguments, duration(*arguments))
+            yield from _call(_iterate, task, arguments, duration(*arguments))
 
         def function(*arguments: Any) -> Any:
-            (result,) = _call(_once, task, arguments, duration(*arguments))
+            (result,) = _call(_call_once, task, arguments, duration(*arguments))
             return result
 
         return generator if inspect.isgeneratorfunction(task) else function
 
-    return gpu_lease
+    return decorate
 
 
 def gradio_auto_wrap(task: Callable) -> Callable:
-    """Gradio asks for this; by default it changes nothing."""
+    """Gradio calls this on Spaces; the default returns the task unchanged."""
     return task
 
 
-def _each(task: Callable, arguments: tuple) -> Iterator[Any]:
+def _iterate(task: Callable, arguments: tuple) -> Iterator[Any]:
     yield from task(*arguments)
 
 
-def _once(task: Callable, arguments: tuple) -> Iterator[Any]:
+def _call_once(task: Callable, arguments: tuple) -> Iterator[Any]:
     yield task(*arguments)
 
 
 def _call(run: Callable, task: Callable, arguments: tuple, seconds: int) -> Iterator[Any]:
     context = multiprocessing.get_context("fork")
-    (here, there), stop, loan = context.Pipe(), context.Event(), Loan(seconds)
-    loans.append(loan)
-    process = context.Process(target=_work, args=(run, task, pickle.dumps(arguments), there, stop), daemon=True)
+    (receiver, sender), stop, lease = context.Pipe(), context.Event(), Lease(seconds)
+    leases.append(lease)
+    process = context.Process(target=_work, args=(run, task, pickle.dumps(arguments), sender, stop), daemon=True)
     process.start()
     try:
-        while (sent := here.recv_bytes()) != b"end":
-            if sent.startswith(b"error"):
-                raise RuntimeError("worker error: " + sent.decode().split()[1])
-            loan.sizes.append(len(sent))
-            yield pickle.loads(sent)
+        while (message := receiver.recv_bytes()) != b"end":
+            if message.startswith(b"error"):
+                raise RuntimeError("worker error: " + message.decode().split()[1])
+            lease.sizes.append(len(message))
+            yield pickle.loads(message)
     finally:
         stop.set()
         process.join(30)
-        loan.was_ended = not process.is_alive()
-        if "LOANS_FILE" in os.environ:
-            with open(os.environ["LOANS_FILE"], "a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(loan)) + "\n")
+        lease.was_ended = not process.is_alive()
+        if "LEASES_FILE" in os.environ:
+            with open(os.environ["LEASES_FILE"], "a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(lease)) + "\n")
 
 
-def _work(run: Callable, task: Callable, arguments: bytes, there: Any, stop: Any) -> None:
+def _work(run: Callable, task: Callable, arguments: bytes, sender: Any, stop: Any) -> None:
     try:
         for item in run(task, pickle.loads(arguments)):
             if stop.is_set():
                 return
-            there.send_bytes(pickle.dumps(item))
-        there.send_bytes(b"end")
+            sender.send_bytes(pickle.dumps(item))
+        sender.send_bytes(b"end")
     except Exception as error:
-        there.send_bytes(f"error {type(error).__name__}".encode())
+        sender.send_bytes(f"error {type(error).__name__}".encode())
