@@ -162,5 +162,5 @@ def add_api(served_models: ServedModels, form: Form) -> None:
 def _token_ids(label: str) -> gr.JSON:
     """A list of token ids with a JSON schema; MCP clients reject a tool with an input of Gradio's type "any JSON"."""
     field = gr.JSON(visible=False, label=label)
-    field.api_info = lambda: {"type": "array", "items": {"type": "integer"}}
+    field.api_info = lambda: {"type": "array", "items": {"type": "integer"}}  # type: ignore[method-assign]
     return field

@@ -44,8 +44,9 @@ class Execution:
         self._session = session
         self._run_request = run_request
         self._run_state = run_state
-        image = run_request.image
-        self._image = image if isinstance(image, InputImage) else open_image(image)
+        source = run_request.image
+        self._path = None if isinstance(source, InputImage) else source
+        self._image = source if isinstance(source, InputImage) else open_image(source)
         self._request = read_request(*run_request.arguments)
         self._num_sent = 0  # tokens on the page
         self._sent_objects: dict[str, Any] | None = None
@@ -61,7 +62,7 @@ class Execution:
         if isinstance(self._image, InputImage):
             image = fit_to_model(self._image, processor)
         else:
-            image = make_input_image(self._image, processor, self._run_request.image)
+            image = make_input_image(self._image, processor, self._path)
         run, is_new = self._find_run(image)
         self.steps = StepCollector(self.served_model.stream(run.image.model_input, **request))
         self.run = self._session.history.add(run)

@@ -227,7 +227,7 @@ def download_objects(session: Session, event: gr.EventData) -> Any:
     if run is None:
         return gr.skip()
     served_model = session.served_model_of(run)
-    decoder = served_model and served_model.mask_decoder
+    decoder = served_model.mask_decoder if served_model else None
     if _field(event, "kind") == "png":
         file = base64.b64encode(objects.annotated_image(run, decoder)).decode()
         return _download(session, "objects.png", "image/png", base64=file)

@@ -39,7 +39,7 @@ def full_page_update(session: Session, run: Run) -> PageUpdate:
     served_model = session.served_model_of(run)
     return PageUpdate(
         token_strip=token_strip_update(served_model, run, 0, done=run.finish_reason is not None),
-        objects=objects.object_list(run, served_model and served_model.mask_decoder),
+        objects=objects.object_list(run, served_model.mask_decoder if served_model else None),
         runs=run_tree(session.history),
         image_view=image_view_update(served_model, session, run.image),
     )
