@@ -1,4 +1,4 @@
-"""A hub on this machine: a small HTTP server that answers huggingface_hub as the hub does, rightly or wrongly."""
+"""A local HTTP server that responds to huggingface_hub like the Hugging Face hub, with faults on demand."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LICENSED, UNLICENSED = "hf_licensedlicensedlicensed", "hf_unlicensedunlicensed"
 
 @dataclass
 class FakeHub:
-    """What the server holds and how it behaves; tests change it as they like.
+    """State and behavior of the server; tests modify it.
 
     Attributes:
-        branches: of the one repository, owner/model, the files of each.
-        gated: files are for LICENSED only; the listing is for all, as on the hub.
-        status: of every answer, where it is not 200.
-        stall: seconds before an answer.
-        cut: the file whose connection breaks, after `cut_after` of its bytes, as often as `num_cuts` says.
-        asked: "METHOD path" of each request.
+        branches: branches of the only repository, owner/model, each with its files.
+        gated: only LICENSED may download files; the listing is public, as on the hub.
+        status: HTTP status of every response, if not 200.
+        stall: seconds before each response.
+        cut: file whose download is interrupted after `cut_after` bytes, the next `num_cuts` times.
+        requests: "METHOD path" of each request.
     """
 
     branches: dict[str, dict[str, bytes]]
@@ -39,18 +39,18 @@ class FakeHub:
     cut: str = "model.safetensors"
     cut_after: int = 0
     num_cuts: int = 0
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
 
     @property
     def main(self) -> dict[str, bytes]:
         return self.branches["main"]
 
     def downloads(self) -> list[str]:
-        """The names of the files that were fetched, in order."""
-        return [line.rsplit("/", 1)[1] for line in self.asked if line.startswith("GET") and "/resolve/" in line]
+        """Names of the downloaded files, in order."""
+        return [line.rsplit("/", 1)[1] for line in self.requests if line.startswith("GET") and "/resolve/" in line]
 
     def refusal(self, revision: str, token: str | None, is_file: bool) -> tuple[int, dict[str, str]] | None:
-        """(status, headers) where a request is refused."""
+        """(status, headers) of a request that is refused; None if it is allowed."""
         if self.status != 200:
             return self.status, {}
         if token not in (None, LICENSED, UNLICENSED):
@@ -70,7 +70,7 @@ def commit_of(branch: str) -> str:
 
 
 def make_handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
-    """The server's answers to GET and HEAD."""
+    """Create the request handler class."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -83,23 +83,23 @@ def make_handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
-            hub.asked.append(f"{self.command} {path}")
+            hub.requests.append(f"{self.command} {path}")
             threading.Event().wait(hub.stall)
             token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
             listed = re.fullmatch(r"/api/models/owner/model/(revision|tree)/([^/]+)", path)
             file = re.fullmatch(r"/owner/model/resolve/([^/]+)/(.+)", path)
             if not listed and not file:
-                # The hub does not tell strangers apart from what does not exist.
-                self.answer(b"", 404 if token else 401, {"X-Error-Code": "RepoNotFound"} if token else {})
+                # Without a token, the hub does not reveal which repositories exist.
+                self.respond(b"", 404 if token else 401, {"X-Error-Code": "RepoNotFound"} if token else {})
                 return
             revision = listed[2] if listed else file[1]
             refusal = hub.refusal(revision, token, is_file=bool(file))
             if refusal:
-                self.answer(b"", *refusal)
+                self.respond(b"", *refusal)
                 return
             branch = hub.branch_of(revision)
             if listed:
-                self.answer(json.dumps(listing(hub, branch)[listed[1]]).encode(), 200, {})
+                self.respond(json.dumps(listing(hub, branch)[listed[1]]).encode(), 200, {})
             else:
                 self.send_file(hub.branches[branch][file[2]], branch, file[2])
 
@@ -113,9 +113,9 @@ def make_handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 content = content[int(start[1]) :]
             is_cut = self.command == "GET" and hub.num_cuts > 0 and name == hub.cut
             hub.num_cuts -= is_cut
-            self.answer(content, status, headers, hub.cut_after if is_cut else None)
+            self.respond(content, status, headers, hub.cut_after if is_cut else None)
 
-        def answer(self, body: bytes, status: int, headers: dict[str, str], cut_after: int | None = None) -> None:
+        def respond(self, body: bytes, status: int, headers: dict[str, str], cut_after: int | None = None) -> None:
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
@@ -128,6 +128,7 @@ def make_handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
 
 def listing(hub: FakeHub, branch: str) -> dict[str, object]:
+    """The responses of the hub's `revision` and `tree` endpoints."""
     files = {name: len(content) for name, content in hub.branches[branch].items()}
     return {
         "revision": {
@@ -143,7 +144,7 @@ def listing(hub: FakeHub, branch: str) -> dict[str, object]:
 
 
 class QuietServer(ThreadingHTTPServer):
-    """A client that goes away before its answer is nothing to write home about."""
+    """Does not log clients that disconnect early."""
 
     def handle_error(self, *_: object) -> None:
         pass
@@ -151,7 +152,7 @@ class QuietServer(ThreadingHTTPServer):
 
 @contextmanager
 def serving(hub: FakeHub) -> Iterator[str]:
-    """The address of a server that answers for `hub`."""
+    """Serve `hub` in a thread; the value is the server's address."""
     server = QuietServer(("127.0.0.1", 0), make_handler(hub))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
@@ -163,7 +164,7 @@ def serving(hub: FakeHub) -> Iterator[str]:
 
 
 def use_address(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:
-    """Let huggingface_hub ask there, keep its downloads in `cache`, and know no token."""
+    """Point huggingface_hub to this address and cache folder, without an access token."""
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))

@@ -330,7 +330,7 @@ def test_weights_of_other_software_are_rejected(folder, name, message):
 def test_quantized_checkpoint_is_rejected_with_its_method(folder, method):
     data = {**json.loads((folder / "config.json").read_text()), "quantization_config": {"quant_method": method}}
     (folder / "config.json").write_text(json.dumps(data))
-    with pytest.raises(CheckpointError, match=rf"cannot be loaded: .*quantized.*{method}"):
+    with pytest.raises(CheckpointError, match=rf"cannot be used: .*quantized.*{method}"):
         load_model(folder, "cpu")
 
 
@@ -340,7 +340,7 @@ def test_quantized_checkpoint_is_rejected_with_its_method(folder, method):
 def test_absurd_sizes_are_rejected_before_a_model_is_built(folder, changes, monkeypatch):
     monkeypatch.setattr(load, "build_empty_model", lambda *_: pytest.fail("a model was built"))
     edit_config(folder, text_config=changes)
-    with pytest.raises(CheckpointError, match=r"cannot be loaded: "):
+    with pytest.raises(CheckpointError, match=r"cannot be used: "):
         load_model(folder, "cpu")
 
 

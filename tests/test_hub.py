@@ -1,4 +1,4 @@
-"""Checkpoints of the hub: downloading them from a small hub on this machine, and every way in which that fails."""
+"""Download checkpoints from a local fake hub, with every failure as users see it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,31 @@ from huggingface_hub import constants
 
 import paligemma
 from paligemma import __main__ as command_line
-from paligemma import checkpoint
 from paligemma.benchmarks.random_checkpoints import make_model, save_layout
-from paligemma.checkpoint import DTYPES, INDEX_FILE, SINGLE_FILE, CheckpointError, find, hub, load_model, memory
+from paligemma.checkpoint import (
+    DOWNLOADED_FILES,
+    DTYPES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointError,
+    find,
+    find_checkpoint,
+    hub,
+    load_model,
+    memory,
+)
 from paligemma.checkpoint.hub import redact_tokens
 from paligemma.webapp import api, cli, logs, messages
 from paligemma.webapp.served_models import ServedModel
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-WRONG = "hf_wrongwrongwrongwrong"
+BEHAVIOR = (ROOT / "docs" / "behavior.md").read_text(encoding="utf-8")
+INVALID_TOKEN = "hf_wrongwrongwrongwrong"
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory) -> Path:
-    """A checkpoint of one file, in the hub's layout."""
+    """A single-file checkpoint in the hub's layout."""
     return save_layout(make_model("paligemma1"), tmp_path_factory.mktemp("files") / "single")
 
 
@@ -50,14 +60,14 @@ def sharded(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def bundled() -> ServedModel:
     served_model = cli._build_bundled_model(cli.build_parser().parse_args([]))
-    served_model.start()
-    assert served_model._finished.wait(60) and served_model.model
+    served_model.load_now()
+    assert served_model.model
     return served_model
 
 
 @dataclass
-class World:
-    """What a case may change: the hub, where it is, what is cached."""
+class Environment:
+    """The fake hub and the client's cache, which a test may modify."""
 
     hub: FakeHub
     cache: Path
@@ -78,22 +88,22 @@ class World:
             config[name] = {**config[name], **value} if isinstance(value, dict) and name in config else value
         self.hub.main["config.json"] = json.dumps(config).encode()
 
-    def hold_only(self, *names: str) -> None:
+    def keep_only(self, *names: str) -> None:
         self.hub.branches["main"] = dict.fromkeys(names, b"\0" * 100)
 
-    def put_behind_a_file(self) -> None:
+    def put_cache_below_a_file(self) -> None:
         blocking = self.cache.parent / "a file"
         blocking.touch()
         self.set(constants, "HF_HUB_CACHE", str(blocking / "cache"))
 
 
 @pytest.fixture
-def world(single, tmp_path, monkeypatch) -> Iterator[World]:
+def env(single, tmp_path, monkeypatch) -> Iterator[Environment]:
     fake = FakeHub({"main": files_of(single)})
     with serving(fake) as address:
         use_address(monkeypatch, address, tmp_path / "cache")
         monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
-        yield World(fake, tmp_path / "cache", monkeypatch)
+        yield Environment(fake, tmp_path / "cache", monkeypatch)
 
 
 def fail(error: Exception) -> Callable:
@@ -106,180 +116,190 @@ def fail(error: Exception) -> Callable:
 # Every failure ----------------------------------------------------------------------------------------------------
 
 
-def be_gated_for(token: str | None) -> Callable[[World], None]:
-    def prepare(world: World) -> None:
-        world.hub.gated = True
+def gate(token: str | None) -> Callable[[Environment], None]:
+    """Gate the repository for a client with this token."""
+
+    def set_up(env: Environment) -> None:
+        env.hub.gated = True
         if token:
-            world.log_in(token)
+            env.log_in(token)
 
-    return prepare
-
-
-def stall(world: World) -> None:
-    world.hub.stall = 2
-    world.set(hub, "LISTING_TIMEOUT_S", 0.1)
+    return set_up
 
 
-def break_off(world: World) -> None:
-    world.hub.num_cuts = 99
+def stall(env: Environment) -> None:
+    env.hub.stall = 2
+    env.set(hub, "LISTING_TIMEOUT_S", 0.1)
 
 
-def cut_index(world: World) -> None:
-    files = world.hub.main
+def interrupt_downloads(env: Environment) -> None:
+    env.hub.num_cuts = 99
+
+
+def list_outside_path(env: Environment) -> None:
+    files = env.hub.main
     files[INDEX_FILE] = b'{"weight_map": {"a": "../../../secret.safetensors"}}'
     del files[SINGLE_FILE]
 
 
-def truncate(name: str) -> Callable[[World], None]:
-    def prepare(world: World) -> None:
-        world.hub.main[name] = world.hub.main[name][:1000]
+def truncate(name: str) -> Callable[[Environment], None]:
+    def set_up(env: Environment) -> None:
+        env.hub.main[name] = env.hub.main[name][:1000]
 
-    return prepare
+    return set_up
 
 
-def have_memory(total: int, available: int) -> Callable[[World], None]:
-    return lambda world: world.set(memory, "available_memory", lambda device: memory.Memory(total, available))
+def have_memory(total: int, available: int) -> Callable[[Environment], None]:
+    return lambda env: env.set(memory, "available_memory", lambda device: memory.Memory(total, available))
 
 
 OTHER, REVISION, HALF = ["--model", "owner/other"], ["--revision", "v9"], ["--dtype", "float16"]
-# name: (what is wrong, flags, what is said)
-CASES: dict[str, tuple[Callable[[World], object], list[str], str]] = {
-    "gated, no token": (
-        be_gated_for(None),
+# name: (fault, command line flags, error message)
+CASES: dict[str, tuple[Callable[[Environment], object], list[str], str]] = {
+    "gated, no token": (gate(None), [], r"is gated and needs .* Accept its license at https.*HF_TOKEN"),
+    "gated, no license": (gate(UNLICENSED), [], r"gated and the access token has no access.* fine-grained"),
+    "invalid token": (
+        lambda env: env.log_in(INVALID_TOKEN),
         [],
-        r"is gated and no valid token .* accept its license at https.*HF_TOKEN",
+        r"rejected the access token for owner/model.*settings/tokens",
     ),
-    "gated, no license": (be_gated_for(UNLICENSED), [], r"gated and this token has no access.* fine-grained"),
-    "wrong token": (lambda world: world.log_in(WRONG), [], r"refuses the token for owner/model.*settings/tokens"),
-    "no such repository": (lambda world: None, OTHER, r"no folder owner/other here, and on the hub no such model"),
-    "no such repository for a token": (lambda world: world.log_in(LICENSED), OTHER, r"check the spelling"),
-    "no such revision": (lambda world: None, REVISION, r"has no revision 'v9'; its branches are listed at"),
+    "no such repository": (lambda env: None, OTHER, r"owner/other is neither a local folder nor a public model"),
+    "no such repository, with a token": (lambda env: env.log_in(LICENSED), OTHER, r"Check the spelling"),
+    "no such revision": (lambda env: None, REVISION, r"has no revision 'v9'\. Its branches are listed at"),
     "hub down": (
-        lambda world: setattr(world.hub, "status", 503),
+        lambda env: setattr(env.hub, "status", 503),
         [],
-        r"the hub fails for owner/model \(503\); try again later",
+        r"The hub returned HTTP 503 for owner/model\. Try again later",
     ),
-    "asked too often": (lambda world: setattr(world.hub, "status", 429), [], r"asked too often.*wait some minutes"),
-    "offline": (lambda world: world.go_offline(), [], r"not in the cache .* HF_HUB_OFFLINE forbids .*unset that"),
+    "rate limit": (lambda env: setattr(env.hub, "status", 429), [], r"rate limit is exceeded.*Wait a few minutes"),
+    "offline": (lambda env: env.go_offline(), [], r"not in the cache .* HF_HUB_OFFLINE disables .*Unset it"),
     "no connection": (
-        lambda world: world.set(constants, "ENDPOINT", "http://127.0.0.1:9"),
+        lambda env: env.set(constants, "ENDPOINT", "http://127.0.0.1:9"),
         [],
-        r"not in the cache .*cannot be reached \(ConnectError.*check the connection",
+        r"not in the cache .*is unreachable \(ConnectError.*Check the connection",
     ),
-    "no name server": (
-        lambda world: world.set(socket, "getaddrinfo", fail(socket.gaierror(-3, "no name server"))),
+    "no DNS": (
+        lambda env: env.set(socket, "getaddrinfo", fail(socket.gaierror(-3, "no name server"))),
         [],
-        r"cannot be reached \(ConnectError: .*no name server\); check the connection",
+        r"is unreachable \(ConnectError: .*no name server\)\. Check the connection",
     ),
-    "no answer": (stall, [], r"cannot be reached \(ReadTimeout.*check the connection"),
-    "breaks off": (break_off, [], r"downloading owner/model failed: .*start again, files that are complete are kept"),
+    "timeout": (stall, [], r"is unreachable \(ReadTimeout.*Check the connection"),
+    "interrupted download": (
+        interrupt_downloads,
+        [],
+        r"Downloading owner/model failed: .*start again; complete files are kept",
+    ),
     "disk too small": (
-        lambda world: world.set(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**4)),
+        lambda env: env.set(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**4)),
         [],
-        r"needs 0\.\d\d GB more on the disk of .*cache, which has 0\.00 GB free; make room, or set HF_HOME",
+        r"needs 0\.\d\d GB more disk space, but the disk of .*cache has 0\.00 GB free\. Free some space, or",
     ),
     "disk full": (
-        lambda world: world.set(huggingface_hub, "snapshot_download", fail(OSError(errno.ENOSPC, "No space left"))),
+        lambda env: env.set(huggingface_hub, "snapshot_download", fail(OSError(errno.ENOSPC, "No space left"))),
         [],
-        r"the disk of .*cache is full; make room",
+        r"The disk of .*cache is full\. Free some space",
     ),
-    "cache cannot be made": (
-        World.put_behind_a_file,
+    "cache folder cannot be created": (
+        Environment.put_cache_below_a_file,
         [],
-        r"cannot be stored in the cache .*; make that folder writable",
+        r"cannot be stored in the cache .*\. Make that folder writable",
     ),
-    "cache cannot be written": (
-        lambda world: world.set(huggingface_hub, "hf_hub_download", fail(PermissionError(errno.EACCES, "denied"))),
+    "cache not writable": (
+        lambda env: env.set(huggingface_hub, "hf_hub_download", fail(PermissionError(errno.EACCES, "denied"))),
         [],
         r"cannot be stored in the cache .*denied.*set HF_HOME",
     ),
-    "GGUF": (lambda world: world.hold_only("config.json", "q4.gguf"), [], r"as GGUF.* take the checkpoint that they"),
-    "big_vision's": (lambda world: world.hold_only("pt_224.npz"), [], r"as \.npz, which is big_vision's; take"),
+    "GGUF": (lambda env: env.keep_only("config.json", "q4.gguf"), [], r"GGUF weights, which are not supported\. Use"),
+    "big_vision": (lambda env: env.keep_only("pt_224.npz"), [], r"big_vision weights \(\.npz\), which are not"),
     "adapter": (
-        lambda world: world.hold_only("adapter_config.json", "adapter_model.safetensors"),
+        lambda env: env.keep_only("adapter_config.json", "adapter_model.safetensors"),
         [],
-        r"only a PEFT adapter.*merge",
+        r"only a PEFT adapter.*Merge",
     ),
-    "pickle": (
-        lambda world: world.hold_only("config.json", "pytorch_model.bin"),
-        [],
-        r"only as pytorch_model\.bin, a pickle",
-    ),
-    "no weights": (lambda world: world.hold_only("README.md"), [], r"neither model\.safetensors nor"),
-    "no configuration": (lambda world: world.hub.main.pop("config.json"), [], r"has no config\.json; a checkpoint"),
-    "no tokenizer": (lambda world: world.hub.main.pop("tokenizer.json"), [], r"has no tokenizer\.json .*; take that"),
+    "pickle": (lambda env: env.keep_only("config.json", "pytorch_model.bin"), [], r"only pytorch_model\.bin\. Pickle"),
+    "no weights": (lambda env: env.keep_only("README.md"), [], r"neither model\.safetensors nor"),
+    "no configuration": (lambda env: env.hub.main.pop("config.json"), [], r"has no config\.json\. Copy or"),
+    "no tokenizer": (lambda env: env.hub.main.pop("tokenizer.json"), [], r"has no tokenizer\.json\. Take it"),
     "another model": (
-        lambda world: world.edit_config(model_type="llava"),
+        lambda env: env.edit_config(model_type="llava"),
         [],
-        r"owner/model cannot be used: .*'llava'; only 'paligemma' .*such as google/",
+        r"config\.json of owner/model cannot be used: .*'llava'",
     ),
     "bitsandbytes": (
-        lambda world: world.edit_config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        lambda env: env.edit_config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
         [],
-        r"quantized \(bitsandbytes\); take the model that they were made from",
+        r"config\.json of owner/model cannot be used: .*bitsandbytes",
     ),
     "GPTQ": (
-        lambda world: world.edit_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        lambda env: env.edit_config(quantization_config={"quant_method": "gptq", "bits": 4}),
         [],
-        r"quantized \(gptq\)",
+        r"config\.json of owner/model cannot be used: .*gptq",
     ),
     "absurd sizes": (
-        lambda world: world.edit_config(text_config={"hidden_size": 10**6, "intermediate_size": 10**6}),
+        lambda env: env.edit_config(text_config={"hidden_size": 10**6, "intermediate_size": 10**6}),
         [],
-        r"about 9e\+12 parameters; allowed are 1e\+11",
+        r"config\.json of owner/model cannot be used: .*9e\+12",
     ),
-    "broken configuration": (truncate("config.json"), [], r"owner/model cannot be used: .*not valid JSON"),
-    "cut weights": (
-        truncate(SINGLE_FILE),
+    "invalid JSON": (truncate("config.json"), [], r"config\.json of owner/model cannot be used: .*not valid JSON"),
+    "truncated weights": (truncate(SINGLE_FILE), [], r"truncated or damaged .*Delete .*blobs.*, then copy or download"),
+    "invalid tokenizer": (truncate("tokenizer.json"), [], r"tokenizer\.json"),
+    "index with a path outside the folder": (
+        list_outside_path,
         [],
-        r"cut short or damaged .*; delete .*blobs.* and copy or download it again",
+        r"must list \.safetensors files in the same folder, got \.\./",
     ),
-    "broken tokenizer": (truncate("tokenizer.json"), [], r"tokenizer\.json cannot be read as a tokenizer"),
-    "index that leads out": (cut_index, [], r"must name \.safetensors files that lie beside it; it names \.\./"),
-    "memory too small": (
+    "too little memory": (
         have_memory(2 * 10**9, 10**5),
         HALF,
-        r"need 0\.\d\d GB of memory as float16 on cpu, and 0\.00 GB of 2\.00 GB are free; ask for .*float32, which",
+        r"needs 0\.\d\d GB of memory as float16 on cpu, but only 0\.00 GB of 2\.00 GB is available\. Use dtype float32",
     ),
-    "memory far too small": (have_memory(10**5, 10**5), HALF, r"weights of owner/model need 0\.\d\d GB .* are free"),
+    "far too little memory": (
+        have_memory(10**5, 10**5),
+        HALF,
+        r"owner/model needs 0\.\d\d GB of memory as float16",
+    ),
 }
-# What is known before the weights come is said before they come.
-BEFORE_THE_WEIGHTS = set(CASES) - {
-    *("breaks off", "disk full", "cut weights", "broken tokenizer", "index that leads out", "memory too small")
-}  # fmt: skip
+# All other failures are detected before any weights are downloaded.
+AFTER_THE_DOWNLOAD = {
+    "interrupted download",
+    "disk full",
+    "truncated weights",
+    "invalid tokenizer",
+    "index with a path outside the folder",
+    "too little memory",
+}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_failure_is_one_line_of_the_terminal(world, case, picture_file, capsys):
-    prepare, flags, message = CASES[case]
-    prepare(world)
+def test_failure_is_one_line_in_the_terminal(env, case, picture_file, capsys):
+    set_up, flags, message = CASES[case]
+    set_up(env)
     arguments = [str(picture_file), "caption en", "--model", "owner/model", "--dtype", "float32", "--device", "cpu"]
     assert command_line.main([*arguments, *flags]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert_is_the_one_line(captured.err.removeprefix("paligemma: "), message)
-    if case in BEFORE_THE_WEIGHTS:
-        assert not [name for name in world.hub.downloads() if name.endswith(".safetensors")]
+    assert_is_one_line(captured.err.removeprefix("paligemma: "), message)
+    if case not in AFTER_THE_DOWNLOAD:
+        assert not [name for name in env.hub.downloads() if name.endswith(".safetensors")]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_failure_is_on_the_badge(world, case, bundled, caplog):
-    prepare, flags, message = CASES[case]
-    prepare(world)
+def test_failure_is_shown_on_the_badge(env, case, bundled, caplog):
+    set_up, flags, message = CASES[case]
+    set_up(env)
     arguments = cli.build_parser().parse_args(
         ["--model", "owner/model", "--dtype", "float32", "--device", "cpu", *flags]
     )
-    world.set(cli, "_build_bundled_model", lambda arguments, **_: bundled)
+    env.set(cli, "_build_bundled_model", lambda arguments, **_: bundled)
     (served_model,) = cli.build_served_models(arguments)
     with caplog.at_level(logging.INFO, "paligemma"):
-        served_model.start()
-        assert served_model._finished.wait(60)
-    said = messages.format_message(served_model.status)
-    assert served_model.status["kind"] == "error" and said.endswith(f" · {cli.BUNDLED_NAME} answers instead")
-    assert_is_the_one_line(said, message)
+        served_model.load_now()
+    text = messages.format_message(served_model.status)
+    assert served_model.status["kind"] == "error" and text.endswith(f" Using {cli.BUNDLED_NAME} instead.")
+    assert_is_one_line(text, message)
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert record.exc_info is None
-    assert_is_the_one_line(record.getMessage(), message)
+    assert_is_one_line(record.getMessage(), message)
     assert (served_model.model, served_model.metadata()["name"], served_model.state) == (
         bundled.model,
         cli.BUNDLED_NAME,
@@ -287,17 +307,22 @@ def test_a_failure_is_on_the_badge(world, case, bundled, caplog):
     )
 
 
-def assert_is_the_one_line(said: str, message: str) -> None:
-    assert re.search(message, said), said
-    assert said.strip().count("\n") == 0 and len(said) < 700 and "Traceback" not in said
-    assert not re.search("hf_[a-z]{10}", said)
+def assert_is_one_line(text: str, message: str) -> None:
+    assert re.search(message, text), text
+    assert text.strip().count("\n") == 0 and len(text) < 700 and "Traceback" not in text
+    assert not re.search("hf_[a-z]{10}", text)
 
 
-def test_the_bundled_model_really_answers_instead(world, bundled, picture_file):
-    world.hub.gated = True
-    world.set(cli, "_build_bundled_model", lambda arguments, **_: bundled)
+def test_documented_failures_are_these_cases():
+    named = re.findall(r"^\| (.+?) \| .* \| `test_hub\.py::test_failure_is_shown_on_the_badge` \|$", BEHAVIOR, re.M)
+    assert len(named) > 25 and set(named) <= CASES.keys()
+
+
+def test_bundled_model_answers_instead_of_a_failed_one(env, bundled, picture_file):
+    env.hub.gated = True
+    env.set(cli, "_build_bundled_model", lambda arguments, **_: bundled)
     (served_model,) = cli.build_served_models(cli.build_parser().parse_args(["--model", "owner/model"]))
-    served_model.start()
+    served_model.load_now()
     upload = {"path": str(picture_file), "meta": {"_type": "gradio.FileData"}}
     events = list(api.answer_over_api((served_model,), upload, "caption en", 4, 0, 0, 1))
     assert events[-1]["finish_reason"] and events[-1]["text"]
@@ -310,30 +335,30 @@ def test_the_bundled_model_really_answers_instead(world, bundled, picture_file):
     assert "gated" in described["message"]
 
 
-def test_the_command_line_asks_the_hub_of_the_environment(world, picture_file, tmp_path):
-    world.hub.gated = True
+def test_command_line_uses_the_hub_of_the_environment(env, picture_file, tmp_path):
+    env.hub.gated = True
     command = [sys.executable, "-m", "paligemma", str(picture_file), "caption en", "--model", "owner/model"]
     environment = {**os.environ, "HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path), "HF_TOKEN": UNLICENSED}
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1
-    assert "this token has no access to it; accept the license" in ended.stderr and UNLICENSED not in ended.stderr
+    assert "has no access to it. Accept the license" in ended.stderr and UNLICENSED not in ended.stderr
 
 
 # Downloading ------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_downloaded_once_and_then_used_again(world):
-    found = find("owner/model", dtype="float32")
+def test_checkpoint_is_downloaded_once(env):
+    found = find_checkpoint("owner/model", dtype="float32")
     assert (found.origin, found.name, found.revision, found.dtype) == ("hub", "owner/model", "main", torch.float32)
     assert load_model(found.folder, "cpu").dtype == torch.float32
-    downloaded = world.hub.downloads()
-    assert find("owner/model", dtype="float32").folder == found.folder
-    assert sorted(world.hub.downloads()) == sorted(downloaded) and downloaded[0] == "config.json"
+    downloaded = env.hub.downloads()
+    assert find_checkpoint("owner/model", dtype="float32").folder == found.folder
+    assert sorted(env.hub.downloads()) == sorted(downloaded) and downloaded[0] == "config.json"
 
 
-def test_only_what_the_model_needs_is_downloaded_and_no_code_is_run(world, tmp_path):
+def test_repository_code_is_neither_downloaded_nor_executed(env, tmp_path):
     ran = tmp_path / "ran"
-    world.edit_config(auto_map={"AutoModel": "modeling_evil.EvilModel"})
+    env.edit_config(auto_map={"AutoModel": "modeling_evil.EvilModel"})
     code = f"open({str(ran)!r}, 'w')".encode()
     others = (
         "modeling_evil.py",
@@ -343,9 +368,9 @@ def test_only_what_the_model_needs_is_downloaded_and_no_code_is_run(world, tmp_p
         "a.gguf",
         "x/config.json",
     )
-    world.hub.main.update(dict.fromkeys(others, code))
+    env.hub.main.update(dict.fromkeys(others, code))
     paligemma.load("owner/model", dtype="float32", device="cpu")
-    assert set(world.hub.downloads()) <= set(checkpoint.DOWNLOADED_FILES)
+    assert set(env.hub.downloads()) <= set(DOWNLOADED_FILES)
     assert not ran.exists() and "modeling_evil" not in sys.modules
 
 
@@ -356,142 +381,135 @@ def test_only_what_the_model_needs_is_downloaded_and_no_code_is_run(world, tmp_p
         ("auto", False, "main"),
         ("float32", True, "main"),
         ("bfloat16", False, "bfloat16"),
-        ("float16", False, "main"),  # without such a branch
+        ("float16", False, "main"),  # the repository has no such branch
     ],
 )
-def test_the_revision_stored_in_the_wanted_type_is_taken_where_there_is_one(world, dtype, is_fast, expected):
-    world.set(checkpoint, "is_fast_in_bfloat16", lambda device: is_fast)
-    world.hub.branches["bfloat16"] = world.hub.main
-    found = find("owner/model", device="cpu", dtype=dtype)
+def test_revision_in_the_requested_dtype_is_preferred(env, dtype, is_fast, expected):
+    env.set(find, "is_fast_in_bfloat16", lambda device: is_fast)
+    env.hub.branches["bfloat16"] = env.hub.main
+    found = find_checkpoint("owner/model", device="cpu", dtype=dtype)
     assert (found.revision, found.folder.name) == (expected, commit_of(expected))
     assert found.dtype == {"auto": torch.bfloat16 if is_fast else torch.float32}.get(dtype, DTYPES.get(dtype))
 
 
-def test_the_user_s_revision_is_taken_alone(world):
-    world.hub.branches.update(mine=world.hub.main, bfloat16=world.hub.main)
-    assert find("owner/model", revision="mine", dtype="bfloat16").revision == "mine"
+def test_explicit_revision_is_used_for_every_dtype(env):
+    env.hub.branches.update(mine=env.hub.main, bfloat16=env.hub.main)
+    assert find_checkpoint("owner/model", revision="mine", dtype="bfloat16").revision == "mine"
 
 
-def test_a_licensed_token_is_let_in(world):
-    world.hub.gated = True
-    assert find("owner/model", token=f"{LICENSED}\n", dtype="float32").origin == "hub"
+def test_token_with_a_license_downloads_a_gated_model(env):
+    env.hub.gated = True
+    assert find_checkpoint("owner/model", token=f"{LICENSED}\n", dtype="float32").origin == "hub"
 
 
-def test_the_bytes_of_a_download_are_counted_and_shown_on_the_badge(world):
-    model_input: list[tuple[str, int, int]] = []
-    preview: list[str] = []
+def test_download_progress_is_counted_and_shown_on_the_badge(env):
+    reports: list[tuple[str, int, int]] = []
+    texts: list[str] = []
     served_model = ServedModel("owner/model", None)
 
-    def follow(*report) -> None:
-        model_input.append(report)
+    def record(*report) -> None:
+        reports.append(report)
         served_model._show_progress(*report)
-        preview.append(messages.format_message(served_model.status))
+        texts.append(messages.format_message(served_model.status))
 
-    paligemma.load("owner/model", dtype="float32", device="cpu", progress=follow)
-    assert sorted({stage for stage, *_ in model_input}) == ["downloading", "loading"]
-    downloads = [(done, total) for stage, done, total in model_input if stage == "downloading"]
-    # The configuration is there before the rest is counted.
-    total = sum(map(len, world.hub.main.values())) - len(world.hub.main["config.json"])
+    paligemma.load("owner/model", dtype="float32", device="cpu", progress=record)
+    assert sorted({stage for stage, *_ in reports}) == ["downloading", "loading"]
+    downloads = [(done, total) for stage, done, total in reports if stage == "downloading"]
+    # config.json is downloaded before the sizes are added up.
+    total = sum(map(len, env.hub.main.values())) - len(env.hub.main["config.json"])
     assert downloads == sorted(downloads) and downloads[0] == (0, total) and downloads[-1] == (total, total)
-    assert preview[0].startswith("Downloading owner/model: 0% of 0.0") and preview[-1] == "Loading owner/model: 100%"
+    assert texts[0].startswith("Downloading owner/model: 0% of 0.0") and texts[-1] == "Loading owner/model: 100%"
 
 
-# What is half there -----------------------------------------------------------------------------------------------
+# Incomplete downloads and the cache -------------------------------------------------------------------------------
 
 
-def test_a_connection_that_breaks_goes_on_where_it_broke(world):
-    world.hub.num_cuts, world.hub.cut_after = 2, 5000
-    folder = find("owner/model", dtype="float32").folder
-    assert (folder / SINGLE_FILE).read_bytes() == world.hub.main[SINGLE_FILE]
-    assert world.hub.downloads().count(SINGLE_FILE) == 3
+def test_interrupted_download_resumes(env):
+    env.hub.num_cuts, env.hub.cut_after = 2, 5000
+    folder = find_checkpoint("owner/model", dtype="float32").folder
+    assert (folder / SINGLE_FILE).read_bytes() == env.hub.main[SINGLE_FILE]
+    assert env.hub.downloads().count(SINGLE_FILE) == 3
 
 
-def test_a_half_download_counts_as_none_and_is_finished_later(world, sharded):
-    world.hub.branches["main"] = files_of(sharded)
-    first, *_, last = sorted(name for name in world.hub.main if name.endswith(".safetensors"))
-    world.hub.cut, world.hub.num_cuts = last, 99
-    with pytest.raises(CheckpointError, match="files that are complete are kept"):
-        find("owner/model", dtype="float32")
-    world.go_offline()
-    with pytest.raises(
-        CheckpointError, match="was not finished and the hub cannot be reached; connect and start again"
-    ):
-        find("owner/model", dtype="float32")
-    world.set(constants, "HF_HUB_OFFLINE", False)
-    world.hub.num_cuts = 0
-    world.hub.asked.clear()
-    folder = find("owner/model", dtype="float32").folder
-    assert last in world.hub.downloads() and first not in world.hub.downloads()
+def test_incomplete_download_does_not_count_as_cached(env, sharded):
+    env.hub.branches["main"] = files_of(sharded)
+    first, *_, last = sorted(name for name in env.hub.main if name.endswith(".safetensors"))
+    env.hub.cut, env.hub.num_cuts = last, 99
+    with pytest.raises(CheckpointError, match="complete files are kept"):
+        find_checkpoint("owner/model", dtype="float32")
+    env.go_offline()
+    with pytest.raises(CheckpointError, match=r"is incomplete, and the hub is unreachable\. Connect and start again"):
+        find_checkpoint("owner/model", dtype="float32")
+    env.set(constants, "HF_HUB_OFFLINE", False)
+    env.hub.num_cuts = 0
+    env.hub.requests.clear()
+    folder = find_checkpoint("owner/model", dtype="float32").folder
+    assert last in env.hub.downloads() and first not in env.hub.downloads()
     assert load_model(folder, "cpu")
 
 
-def test_a_cached_file_that_was_cut_short_is_downloaded_again(world):
-    folder = find("owner/model", dtype="float32").folder
+def test_truncated_cached_file_is_downloaded_again(env):
+    folder = find_checkpoint("owner/model", dtype="float32").folder
     for name in (SINGLE_FILE, "config.json"):
-        (folder / name).resolve().write_bytes(world.hub.main[name][:50])
-        assert (find("owner/model", dtype="float32").folder / name).read_bytes() == world.hub.main[name]
+        (folder / name).resolve().write_bytes(env.hub.main[name][:50])
+        assert (find_checkpoint("owner/model", dtype="float32").folder / name).read_bytes() == env.hub.main[name]
 
 
-def test_a_damaged_file_of_the_right_size_is_named_and_comes_anew_once_it_is_deleted(world):
-    folder = find("owner/model", dtype="float32").folder
+def test_damaged_cached_file_is_named_and_downloaded_again_after_deletion(env):
+    folder = find_checkpoint("owner/model", dtype="float32").folder
     file = (folder / SINGLE_FILE).resolve()
     file.write_bytes(b"\xff" * file.stat().st_size)
     with pytest.raises(CheckpointError) as caught:
         load_model(folder, "cpu")
-    assert f"delete {file} and" in str(caught.value)
+    assert f"Delete {file}, then" in str(caught.value)
     file.unlink()
-    assert load_model(find("owner/model", dtype="float32").folder, "cpu")
+    assert load_model(find_checkpoint("owner/model", dtype="float32").folder, "cpu")
 
 
-@pytest.mark.parametrize("case", ["offline", "no connection", "hub down", "wrong token", "no answer", "cached branch"])
-def test_what_is_cached_is_used_when_the_hub_does_not_help(world, case):
+@pytest.mark.parametrize("case", ["offline", "no connection", "hub down", "invalid token", "timeout", "cached branch"])
+def test_cache_is_used_if_the_hub_is_unreachable_or_rejects_the_token(env, case):
     if case == "cached branch":
-        world.hub.branches["bfloat16"] = world.hub.branches.pop("main")
+        env.hub.branches["bfloat16"] = env.hub.branches.pop("main")
     dtype = "bfloat16"
-    folder = find("owner/model", dtype=dtype).folder
-    (CASES.get(case) or CASES["offline"])[0](world)
-    found = find("owner/model", dtype=dtype)
+    folder = find_checkpoint("owner/model", dtype=dtype).folder
+    (CASES.get(case) or CASES["offline"])[0](env)
+    found = find_checkpoint("owner/model", dtype=dtype)
     assert (found.folder, found.dtype) == (folder, torch.bfloat16)
 
 
-def test_a_cache_that_is_only_read_will_do_when_it_is_complete(world, monkeypatch):
-    folder = find("owner/model", dtype="float32").folder
+def test_complete_read_only_cache_is_used(env, monkeypatch):
+    folder = find_checkpoint("owner/model", dtype="float32").folder
     monkeypatch.setattr(os, "makedirs", fail(PermissionError(errno.EROFS, "read-only file system")))
-    assert find("owner/model", dtype="float32").folder == folder
+    assert find_checkpoint("owner/model", dtype="float32").folder == folder
 
 
-def test_the_readme_s_cases_are_these():
-    named = re.findall(r"^\| (.+?) \| .* \| `test_hub\.py::test_a_failure_is_on_the_badge` \|$", README, re.M)
-    assert len(named) > 25 and set(named) <= CASES.keys()
-
-
-# Tokens -----------------------------------------------------------------------------------------------------------
+# Access tokens ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("token", [LICENSED, "hf_oauth_eyJhbGciOiJFZERTQSJ9.eyJzY29wZSI-_x.abc", "my-secret\n"])
-def test_a_token_of_any_form_is_kept_out_of_messages(world, token):
+def test_access_token_is_redacted_in_errors(env, token):
     error = RuntimeError(f"Illegal header value b'Bearer {token.strip()}'")
-    world.set(huggingface_hub.HfApi, "model_info", fail(error))
+    env.set(huggingface_hub.HfApi, "model_info", fail(error))
     with pytest.raises(CheckpointError, match="Illegal header value") as caught:
-        find("owner/model", token=token, dtype="float32")
-    assert "[token]" in str(caught.value) and token.strip()[-4:] not in str(caught.value)
+        find_checkpoint("owner/model", token=token, dtype="float32")
+    for text in (str(caught.value), str(caught.value.values)):
+        assert "[token]" in text and token.strip()[-4:] not in text
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
 
 
-def test_words_that_begin_like_a_token_stay():
+def test_names_that_start_like_a_token_are_not_redacted():
     assert redact_tokens("hf_hub_download of hf_xet") == "hf_hub_download of hf_xet"
 
 
-def test_the_server_s_log_has_no_token_and_no_traceback_of_a_model_that_does_not_load(bundled):
+def test_server_log_has_no_token_and_no_traceback_of_a_failed_load(bundled):
     written: list[str] = []
     handler = logging.StreamHandler(SimpleNamespace(write=written.append, flush=lambda: None))
-    handler.setFormatter(logs.TokenlessFormatter(logs.LINE))
+    handler.setFormatter(logs.RedactingFormatter(logs.LOG_FORMAT))
     log = logging.getLogger("paligemma.app")
     log.addHandler(handler)
     try:
         served_model = ServedModel("broken", lambda progress: fail(RuntimeError(f"no {LICENSED}"))(), fallback=bundled)
-        served_model.start()
-        assert served_model._finished.wait(10)
+        served_model.load_now()
         assert "broken could not be loaded: RuntimeError: no [token]" in "".join(written)
         assert "Traceback" not in "".join(written)
         try:

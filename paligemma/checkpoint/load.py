@@ -30,7 +30,7 @@ from paligemma.checkpoint.layout import (
     split_head,
 )
 from paligemma.config import PaliGemmaConfig
-from paligemma.errors import CheckpointError
+from paligemma.errors import CheckpointError, CodedError
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 
 log = logging.getLogger("paligemma.checkpoint")
@@ -164,9 +164,9 @@ def read_config(folder: Path, name: str | None = None) -> PaliGemmaConfig:
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(
             "checkpoint.unsupported_config",
-            "{name} cannot be loaded: {reason}",
+            "config.json of {name} cannot be used: {reason}",
             name=name or str(folder),
-            reason=str(error),
+            reason=error if isinstance(error, CodedError) else str(error),
         ) from None
 
 
