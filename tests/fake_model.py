@@ -1,4 +1,4 @@
-"""A stand-in for `paligemma.PaliGemma` that answers from a script: no weights, no forward pass."""
+"""A fake of `paligemma.PaliGemma` that generates scripted tokens, without weights or a forward pass."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from paligemma.lens import Inspection, LensRow
 
 ALTERNATIVES = ("▁other", "▁else")
 
-
-# 56 pixels a side, and patches of 14: what a processor says of itself.
+# A processor for images of 56 x 56 pixels and patches of 14 x 14.
 PROCESSOR = SimpleNamespace(
     image_size=56,
     num_image_tokens=16,
     image_settings=ImageSettings(),
     resize=partial(resize, size=56),
     normalize=normalize,
-    encode_text=list,  # a token a character
+    encode_text=list,  # one token per character
 )
 
 
 class FakeModel:
-    """Writes `pieces`, one a step, and ends with `<eos>`. Records what it was asked and whether it was closed.
+    """Generates `pieces`, one per step, and then `<eos>`.
 
-    The token at a place has the id 10 * place, and its alternatives the two ids behind it. A forced id is written in
-    its place, as the model would.
+    The token at index i has the id 10 * i, and its alternatives the next two ids. A forced id replaces the token.
+
+    Attributes:
+        requests: arguments of each call of `stream`.
+        closed_after: number of steps of the last stream that has ended or was closed.
     """
 
-    def __init__(self, pieces: tuple[str, ...] = ("▁a", "▁cat"), seconds_a_token: float = 0.0) -> None:
+    def __init__(self, pieces: tuple[str, ...] = ("▁a", "▁cat"), seconds_per_token: float = 0.0) -> None:
         self.pieces = (*pieces, "<eos>")
-        self.seconds_a_token = seconds_a_token
+        self.seconds_per_token = seconds_per_token
         self.model = torch.nn.Linear(8, 8)
         self.config = SimpleNamespace(text_config=SimpleNamespace(final_logit_softcapping=None))
         self.device, self.dtype, self.revision, self.source = torch.device("cpu"), torch.float32, None, "bundled"
@@ -53,7 +55,7 @@ class FakeModel:
         steps: list[Step] = []
         try:
             for index in range(len(self.pieces)):
-                time.sleep(self.seconds_a_token)
+                time.sleep(self.seconds_per_token)
                 steps.append(self._step(index, options["top_n"], options.get("forced_ids", ()), steps))
                 yield steps[-1]
         finally:
@@ -74,15 +76,15 @@ class FakeModel:
             for rank, piece in enumerate((self.pieces[index], *ALTERNATIVES)[:top_n])
         )
         forced = forced_ids[index] if index < len(forced_ids) else None
-        place = next((place for place, candidate in enumerate(top) if candidate.token_id == forced), 0)
-        piece = top[place].piece
+        chosen = next((rank for rank, candidate in enumerate(top) if candidate.token_id == forced), 0)
+        piece = top[chosen].piece
         delta = "" if piece == "<eos>" else piece.replace("▁", " ")
         text = (steps[-1].text if steps else "") + delta
-        return make_step(top, index, text, delta, "eos" if is_last else None, top[place], place + 1)
+        return make_step(top, index, text, delta, "eos" if is_last else None, top[chosen], chosen + 1)
 
 
 def fake_inspection(model: Any, image: Any, prompt: str, token_ids: Any, index: int) -> Inspection:
-    """In place of `paligemma.lens.inspect`: 2 layers of 2 heads that all look at patch `index`, of 4 x 4."""
+    """Fake of `paligemma.lens.inspect`: 2 layers with 2 heads that attend to patch `index` of 4 x 4 patches."""
     attention = torch.zeros(2, 2, 16)
     attention[..., index % 16] = 0.5
     lens = tuple(LensRow(layer, token_ids[index], "▁cat", 0.25 * (layer + 1), 3 - layer, 1.5) for layer in range(3))
@@ -90,12 +92,12 @@ def fake_inspection(model: Any, image: Any, prompt: str, token_ids: Any, index: 
 
 
 def fake_image_shares(model: Any, image: Any, prompt: str, token_ids: Any) -> torch.Tensor:
-    """In place of `paligemma.lens.picture_shares`: every token gives half of its attention to the picture."""
+    """Fake of `paligemma.lens.image_shares`: half of each token's attention goes to the image."""
     return torch.full((len(token_ids), 2, 2), 0.5)
 
 
 def make_candidate(token_id: int, piece: str, logit: float, sampled_prob: float | None = None) -> Candidate:
-    """A candidate of a distribution whose log-sum-exp is 5.5; greedy's first has the logit 5."""
+    """A candidate of a distribution with logsumexp 5.5. By default the one with logit 5 is sampled greedily."""
     logprob = logit - 5.5
     sampled = float(logit == 5.0) if sampled_prob is None else sampled_prob
     return Candidate(token_id, piece, logit, logprob, math.exp(logprob), sampled)
@@ -110,7 +112,7 @@ def make_step(
     chosen: Candidate | None = None,
     rank: int = 1,
 ) -> Step:
-    """A step whose chosen token is the first of `top`, unless another is given."""
+    """A step that samples the first of `top` unless `chosen` is given."""
     token = chosen or top[0]
     return Step(
         index=index,

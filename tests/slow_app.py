@@ -1,4 +1,4 @@
-"""app.py, told to load a model that takes SECONDS a token: python tests/slow_app.py SECONDS [flags of app.py]."""
+"""app.py with a model that takes SECONDS per token: python tests/slow_app.py SECONDS [options of app.py]."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from paligemma.webapp import cli
 
 if __name__ == "__main__":
     seconds = float(sys.argv.pop(1))
-    paligemma.load = lambda *_, **__: FakeModel(("▁a",) * 40, seconds_a_token=seconds)
+    paligemma.load = lambda *_, **__: FakeModel(("▁a",) * 40, seconds_per_token=seconds)
     cli.main()

@@ -44,7 +44,7 @@ def test_an_invalid_request_is_an_error(picture_file, change, message):
 
 
 def test_closing_the_handler_closes_the_stream(picture_file):
-    model = FakeModel(("▁a",) * 50, seconds_a_token=0.06)
+    model = FakeModel(("▁a",) * 50, seconds_per_token=0.06)
     served_models = (ready_served_model(model),)
     events = api.answer_over_api(served_models, upload(picture_file), "caption en", **DECODING)
     for _ in range(5):  # more values than it yields before the model runs

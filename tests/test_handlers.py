@@ -81,7 +81,7 @@ def test_page_updates_are_numbered_and_can_be_resent(picture_file, monkeypatch):
 
 def test_the_page_is_updated_at_most_twenty_times_per_second(picture_file, monkeypatch):
     monkeypatch.setattr(execution, "UPDATE_INTERVAL_S", 0.05)
-    updates = run_page(make_session(FakeModel(("▁a",) * 200, seconds_a_token=0.001)), picture_file)
+    updates = run_page(make_session(FakeModel(("▁a",) * 200, seconds_per_token=0.001)), picture_file)
     assert len(updates) < 100
     assert len(shown_pieces(updates)) == 201
 
@@ -189,7 +189,7 @@ def test_error_values_are_formatted_for_the_page():
 
 
 def test_closing_the_handler_closes_the_stream(picture_file):
-    model = FakeModel(("▁a",) * 50, seconds_a_token=0.06)
+    model = FakeModel(("▁a",) * 50, seconds_per_token=0.06)
     session = make_session(model)
     submit_run(session, picture_file)
     updates = handlers.run_pending(session)

@@ -124,7 +124,7 @@ def test_a_run_works_after_twenty_canceled_requests(picture_file):
             job = submit(client, picture_file)
             wait_until(lambda count=count: len(model.requests) == count)
             job.cancel()
-        model.seconds_a_token = 0.0
+        model.seconds_per_token = 0.0
         assert texts(submit(client, picture_file)) == [" a", " a cat", " a cat"]
         assert len(model.requests) == 21
 
@@ -142,7 +142,7 @@ def test_generation_stops_when_the_client_disconnects(picture_file):
             assert any(b'"token_id"' in line for line in stream)  # then the connection is closed
         wait_until(lambda: model.closed_after is not None)
         assert model.closed_after < 500
-        model.pieces, model.seconds_a_token = ("▁b", "<eos>"), 0.0
+        model.pieces, model.seconds_per_token = ("▁b", "<eos>"), 0.0
         assert texts(submit(client, picture_file)) == [" b", " b"]
 
 

@@ -57,7 +57,7 @@ def test_one_failure_is_the_exit_code(monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """An app whose scripted model takes a while, so that a line forms."""
-    blocks = ui.build_app(ready_served_model(FakeModel(("▁a",) * 4, seconds_a_token=0.03)))
+    blocks = ui.build_app(ready_served_model(FakeModel(("▁a",) * 4, seconds_per_token=0.03)))
     server.launch(blocks, prevent_thread_lock=True, quiet=True)
     yield blocks.local_url
     blocks.close()
