@@ -321,7 +321,7 @@ def test_wrong_ids_are_refused(value):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    blocks = ui.build_app(ready_served_model(FakeModel(("▁a", "▁cat"), seconds_a_token=0.01)))
+    blocks = ui.build_app(ready_served_model(FakeModel(("▁a", "▁cat"), seconds_per_token=0.01)))
     server_module.launch(blocks, prevent_thread_lock=True, quiet=True)
     yield blocks.local_url.rstrip("/")
     blocks.close()
