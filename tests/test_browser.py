@@ -39,7 +39,7 @@ BOXES = ("<loc0256>", "<loc0256>", "<loc0768>", "<loc0768>", *HOSTILE[:1], "▁;
 
 @pytest.fixture(scope="module")
 def model() -> FakeModel:
-    return FakeModel(PIECES, seconds_a_token=0.1)
+    return FakeModel(PIECES, seconds_per_token=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def page(browser, url, picture_file) -> Iterator:
     page.on("dialog", lambda dialog: (alarms.append(dialog.message), dialog.dismiss()))
     page.on("pageerror", lambda error: alarms.append(str(error)))
     page.set_input_files("#image input[type=file]", str(picture_file))
-    page.wait_for_selector("#image-view .picture img")
+    page.wait_for_selector("#image-view .figure img")
     yield page
     page.close()
     assert not alarms
@@ -109,7 +109,7 @@ def pieces(page) -> list[str]:
 
 
 def chosen(page) -> str:
-    return page.inner_text("#candidates .head strong")
+    return page.inner_text("#candidates .header strong")
 
 
 def wait_for_tokens(page, count: int) -> None:
@@ -120,7 +120,7 @@ def test_enter_runs_and_chips_and_candidates_appear_one_by_one(page, model):
     page.evaluate(
         """() => {
           window.heads = [];
-          const seen = () => window.heads.push(document.querySelector("#candidates .head strong")?.textContent);
+          const seen = () => window.heads.push(document.querySelector("#candidates .header strong")?.textContent);
           new MutationObserver(seen).observe(document.querySelector("#candidates"), { childList: true, subtree: true });
         }"""
     )
@@ -140,7 +140,7 @@ def test_enter_runs_and_chips_and_candidates_appear_one_by_one(page, model):
 def test_nothing_jumps_while_the_answer_grows(page):
     run(page)
     wait_for_tokens(page, 1)
-    tops = "['#token-strip .line', '#candidates table'].map((part) => document.querySelector(part).getBoundingClientRect().top)"
+    tops = "['#token-strip .curves', '#candidates table'].map((part) => document.querySelector(part).getBoundingClientRect().top)"
     before = page.evaluate(tops)
     wait_until_done(page)
     assert page.evaluate(tops) == before
@@ -168,30 +168,30 @@ def test_tokens_are_chosen_with_the_keyboard_and_on_the_line(page):
         assert page.locator("#token-strip [aria-selected=true]").get_attribute("tabindex") == "0"
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.className").endswith("branch")
-    line = page.locator("#token-strip .line")
+    line = page.locator("#token-strip .curves")
     line.click(position={"x": line.bounding_box()["width"] - 12, "y": 20})
     assert chosen(page).startswith(f"Token {last} ")
     for way in ("entropy", "rank", "probability"):
-        page.select_option("#token-strip .head select", way)
-        assert page.input_value("#token-strip .head select") == way
+        page.select_option("#token-strip .header select", way)
+        assert page.input_value("#token-strip .header select") == way
 
 
 def test_the_focus_stays_in_its_place_when_a_part_is_drawn_anew(page):
     run_to_the_end(page)
     page.click("#token-strip .token[data-index='1']")
-    page.focus("#candidates .moves button:last-child")
+    page.focus("#candidates .pager button:last-child")
     for number in (3, 4):
         page.keyboard.press("Enter")
         assert chosen(page).startswith(f"Token {number} ")
-    page.click("#tab-panel-look")
-    page.focus("#attention .ask")
+    page.click("#tab-panel-attention")
+    page.focus("#attention .inspect")
     page.keyboard.press("Enter")
     page.wait_for_selector("#attention .patches")
     for layer in ("0", "1"):
         page.keyboard.press("ArrowDown")
         assert page.input_value("#attention select >> nth=0") == layer
     page.click("#tab-panel-runs")
-    for key, part in (("Space", "#runs input"), ("Enter", "#runs .run"), ("Enter", "#choices [lang=zh]")):
+    for key, part in (("Space", "#runs input"), ("Enter", "#runs .run"), ("Enter", "#preferences [lang=zh]")):
         page.focus(part)
         page.keyboard.press(key)
         page.wait_for_timeout(200)
@@ -224,21 +224,21 @@ def test_a_branch_is_answered_anew_and_both_runs_stay(page, model):
     assert model.requests[-1]["forced_ids"] == (0, 12)
     assert pieces(page) == [SHOWN[0], "␣else", *SHOWN[2:]]
     page.click("#token-strip .token[data-index='0']")
-    assert "taken over" in page.inner_text("#candidates .head")
+    assert "taken over" in page.inner_text("#candidates .header")
     page.click("#token-strip .token[data-index='1']")
-    assert "chosen by hand" in page.inner_text("#candidates .head")
+    assert "chosen by hand" in page.inner_text("#candidates .header")
     assert page.locator("#candidates tr.chosen td").nth(2).inner_text() == "12"
     page.click("#tab-panel-runs")
     for tick in page.locator("#runs input[type=checkbox]").all():
         tick.check()
-    page.wait_for_selector("#runs .compared")
-    assert page.locator("#runs .differs").all_text_contents() == ["␣cat", "␣else"]
+    page.wait_for_selector("#runs .comparison")
+    assert page.locator("#runs .different").all_text_contents() == ["␣cat", "␣else"]
     page.click("#runs .tree li:first-child .run")
     page.wait_for_function("document.querySelectorAll('#token-strip .token')[1].textContent === '␣cat'")
-    page.wait_for_selector("#runs .compared")  # side by side they stay
-    page.evaluate("document.querySelector('#runs .compared').dataset.old = ''")
+    page.wait_for_selector("#runs .comparison")  # side by side they stay
+    page.evaluate("document.querySelector('#runs .comparison').dataset.old = ''")
     page.click("#runs .tree li:first-child .run")  # which is there already
-    page.wait_for_selector("#runs .compared:not([data-old])")
+    page.wait_for_selector("#runs .comparison:not([data-old])")
 
 
 def test_one_step_at_a_time(page):
@@ -255,12 +255,12 @@ def test_a_box_is_drawn_in_its_place_at_every_width(browser, url, picture_file, 
     monkeypatch.setattr(model, "pieces", (*BOXES, "<eos>"))
     page = open_page(browser, url, width)
     page.set_input_files("#image input[type=file]", str(picture_file))  # 64 x 48: not square
-    page.wait_for_selector("#image-view .picture img")
+    page.wait_for_selector("#image-view .figure img")
     run(page)
     page.wait_for_selector("#image-view .box")
     assert page.locator("#status .status.busy").count() == 1  # as soon as it is complete
     wait_until_done(page)
-    image, box = (page.locator(part).bounding_box() for part in ("#image-view .picture img", "#image-view .box"))
+    image, box = (page.locator(part).bounding_box() for part in ("#image-view .figure img", "#image-view .box"))
     assert image["width"] / image["height"] == pytest.approx(64 / 48, rel=0.02)
     assert (box["x"] - image["x"]) / image["width"] == pytest.approx(0.25, abs=0.01)
     assert (box["y"] - image["y"]) / image["height"] == pytest.approx(0.25, abs=0.01)
@@ -270,8 +270,8 @@ def test_a_box_is_drawn_in_its_place_at_every_width(browser, url, picture_file, 
     assert HOSTILE[0] in page.inner_text("#objects tbody")
     assert "1 location tokens instead of 4" in page.inner_text("#objects .problem")
     page.click("#objects tbody tr")
-    assert page.locator("#token-strip .token.marked").count() == 5
-    assert page.locator("#image-view .box.marked").count() == 1
+    assert page.locator("#token-strip .token.highlighted").count() == 5
+    assert page.locator("#image-view .box.highlighted").count() == 1
     with page.expect_download() as download:
         page.click("#objects .actions button:nth-child(2)")
     assert json.loads(Path(download.value.path()).read_text(encoding="utf-8"))["annotations"]
@@ -280,7 +280,7 @@ def test_a_box_is_drawn_in_its_place_at_every_width(browser, url, picture_file, 
 
 def test_sixteen_codes_are_drawn_as_a_mask_in_their_box(page, model, monkeypatch):
     monkeypatch.setattr(model, "pieces", (*BOXES[:4], *["<seg010>"] * 16, "▁cat", "<eos>"))
-    monkeypatch.setattr(model, "seconds_a_token", 0.0)
+    monkeypatch.setattr(model, "seconds_per_token", 0.0)
     run_to_the_end(page, "segment cat")
     mask = page.locator("#image-view .box .mask")
     assert mask.evaluate("node => getComputedStyle(node).maskImage").startswith('url("data:image/png')
@@ -291,15 +291,15 @@ def test_sixteen_codes_are_drawn_as_a_mask_in_their_box(page, model, monkeypatch
 def test_attention_is_drawn_over_the_right_patch(page):
     run_to_the_end(page)
     page.click("#token-strip .token[data-index='6']")
-    page.click("#tab-panel-look")
-    page.click("#attention .ask")
+    page.click("#tab-panel-attention")
+    page.click("#attention .inspect")
     page.wait_for_selector("#attention .patches")
     opacities = page.locator("#attention .patches i").evaluate_all(
         "cells => cells.map((cell) => Number(cell.style.opacity))"
     )
     assert [index for index, opacity in enumerate(opacities) if opacity > 0.5] == [6]
     image, patch = (
-        page.locator("#attention .picture").bounding_box(),
+        page.locator("#attention .figure").bounding_box(),
         page.locator("#attention i[data-patch='6']").bounding_box(),
     )
     assert (patch["x"] - image["x"]) / image["width"] == pytest.approx(2 / 4, abs=0.01)
@@ -307,7 +307,7 @@ def test_attention_is_drawn_over_the_right_patch(page):
     assert image["width"] / image["height"] == pytest.approx(64 / 48, rel=0.02)
     assert "50.0 %" in page.inner_text("#attention") and "not an explanation" in page.inner_text("#attention")
     assert page.locator("#attention tbody tr").count() == 3
-    page.select_option("#token-strip .head select", "image attention")
+    page.select_option("#token-strip .header select", "image attention")
     page.wait_for_selector("#token-strip .token.cool2")
     page.evaluate("document.querySelectorAll('#token-strip .token').forEach((token) => (token.dataset.old = ''))")
     page.click("#tab-panel-runs")
@@ -319,10 +319,10 @@ def test_attention_is_drawn_over_the_right_patch(page):
 
 
 def test_a_layer_that_another_model_lacks_is_chosen_no_more(page, model, monkeypatch):
-    monkeypatch.setattr(model, "seconds_a_token", 0.0)
+    monkeypatch.setattr(model, "seconds_per_token", 0.0)
     run_to_the_end(page)
-    page.click("#tab-panel-look")
-    page.click("#attention .ask")
+    page.click("#tab-panel-attention")
+    page.click("#attention .inspect")
     for place in (0, 1):
         page.select_option(f"#attention select >> nth={place}", "1")
 
@@ -332,55 +332,55 @@ def test_a_layer_that_another_model_lacks_is_chosen_no_more(page, model, monkeyp
 
     monkeypatch.setattr(lens, "inspect", look_into_a_smaller_model)
     page.click("#token-strip .token[data-index='2']")
-    page.click("#attention .ask")
+    page.click("#attention .inspect")
     page.wait_for_selector("#attention .patches")
     assert [page.input_value(f"#attention select >> nth={place}") for place in (0, 1)] == ["-1", "-1"]
 
 
 def test_a_newly_chosen_picture_gets_no_boxes_of_the_answer_about_another(page, model, monkeypatch):
     monkeypatch.setattr(model, "pieces", (*BOXES, "<eos>"))
-    monkeypatch.setattr(model, "seconds_a_token", 0.0)
+    monkeypatch.setattr(model, "seconds_per_token", 0.0)
     run_to_the_end(page)
     page.wait_for_selector("#image-view .box")
-    requested_image = page.get_attribute("#image-view .picture img", "src")
+    requested_image = page.get_attribute("#image-view .figure img", "src")
     page.click("#image-view .change")
-    page.wait_for_function("!document.body.classList.contains('has-picture')")
+    page.wait_for_function("!document.body.classList.contains('has-image')")
     page.set_input_files("#image input[type=file]", str(paths.ASSETS / "examples" / "garden.png"))
-    page.wait_for_selector("#image-view .picture img")
+    page.wait_for_selector("#image-view .figure img")
     assert page.locator("#image-view .box").count() == 0
-    page.click("#tab-panel-look")
-    page.click("#attention .ask")  # the answer is still the one about the other picture
+    page.click("#tab-panel-attention")
+    page.click("#attention .inspect")  # the answer is still the one about the other picture
     page.wait_for_selector("#attention .patches")
-    assert page.get_attribute("#attention .picture img", "src") == requested_image
+    assert page.get_attribute("#attention .figure img", "src") == requested_image
     page.click("#tab-panel-runs")
     page.click("#runs .run")
     page.wait_for_selector("#image-view .box")
-    assert page.get_attribute("#image-view .picture img", "src") == requested_image
+    assert page.get_attribute("#image-view .figure img", "src") == requested_image
 
 
 def test_what_was_shown_before_is_shown_again(browser, url, model, monkeypatch):
-    monkeypatch.setattr(model, "seconds_a_token", 0.0)
+    monkeypatch.setattr(model, "seconds_per_token", 0.0)
     page = open_page(browser, url)
     page.click("#tab-panel-runs")
     assert page.inner_text("#runs").startswith("The last 20 runs stay here")
     sources = []
     for count in (1, 2):
         run_example(page, count, count)
-        sources.append(page.get_attribute("#image-view .picture img", "src"))
+        sources.append(page.get_attribute("#image-view .figure img", "src"))
     page.click("#runs .tree li:first-child .run")
     wait_for_picture(page, sources[0])
     page.evaluate(
         """() => {
           window.said = [];
-          const note = () => window.said.push(document.querySelector("#status .words").textContent);
-          new MutationObserver(note).observe(document.querySelector("#status .words"), { childList: true });
+          const note = () => window.said.push(document.querySelector("#status .message").textContent);
+          new MutationObserver(note).observe(document.querySelector("#status .message"), { childList: true });
         }"""
     )
     run_example(page, 2, 3)
     wait_for_picture(page, sources[1])
     assert any(text.startswith("Waiting for its turn") for text in page.evaluate("said"))
     page.click("#image-view .change")
-    page.wait_for_function("!document.body.classList.contains('has-picture')")
+    page.wait_for_function("!document.body.classList.contains('has-image')")
     run_example(page, 2, 4)
     wait_for_picture(page, sources[1])
     page.close()
@@ -393,11 +393,11 @@ def run_example(page, place: int, count_after: int) -> None:
 
 
 def wait_for_picture(page, source: str) -> None:
-    page.wait_for_function("(src) => document.querySelector('#image-view .picture img')?.src === src", arg=source)
+    page.wait_for_function("(src) => document.querySelector('#image-view .figure img')?.src === src", arg=source)
 
 
 def test_an_answer_is_copied_also_where_there_is_no_clipboard(page, model, monkeypatch):
-    monkeypatch.setattr(model, "seconds_a_token", 0.0)
+    monkeypatch.setattr(model, "seconds_per_token", 0.0)
     run_to_the_end(page)
     page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
     page.click("#token-strip .copy")
@@ -438,18 +438,18 @@ def test_stop_ends_the_run_and_keeps_what_was_written(page):
     page.evaluate(f"document.querySelector('#prompt textarea').dispatchEvent({composing})")
     wait_for_tokens(page, 5)
     page.keyboard.press("Escape")
-    page.wait_for_function("document.querySelector('#status .words').textContent.startsWith('Stopped')")
+    page.wait_for_function("document.querySelector('#status .message').textContent.startsWith('Stopped')")
     assert 3 <= len(pieces(page)) < len(SHOWN)
 
 
 def test_run_begins_anew_at_once_while_a_run_is_under_way(page, model, monkeypatch):
-    monkeypatch.setattr(model, "seconds_a_token", 1.0)
+    monkeypatch.setattr(model, "seconds_per_token", 1.0)
     run(page, "detect one")
     wait_for_tokens(page, 2)
     page.click("#stop")
     run(page, "detect two")
     run(page, "detect three")
-    monkeypatch.setattr(model, "seconds_a_token", 0.0)
+    monkeypatch.setattr(model, "seconds_per_token", 0.0)
     wait_until_done(page)
     assert model.requests[-1]["prompt"] == "detect three"
     assert pieces(page) == SHOWN
@@ -459,10 +459,10 @@ def test_a_bad_request_is_a_line_of_the_page(page):
     run_to_the_end(page)
     page.click("#image-view .change")
     page.wait_for_selector("#image input[type=file]", state="attached")
-    page.wait_for_function("!document.body.classList.contains('has-picture')")
+    page.wait_for_function("!document.body.classList.contains('has-image')")
     page.click("#run")
     page.wait_for_selector("#status .status.error")
-    assert page.inner_text("#status") == "Choose a picture first."
+    assert page.inner_text("#status") == "Choose an image first."
     assert pieces(page) == SHOWN  # the last answer stays
 
 
@@ -477,7 +477,7 @@ def test_a_run_is_exported_and_imported(page, browser, url, tmp_path):
     other.set_input_files("input[type=file][accept*=json]", str(tmp_path / "run.json"))
     wait_for_tokens(other, len(SHOWN))
     assert pieces(other) == SHOWN and "from a file" in other.inner_text("#runs")
-    other.wait_for_selector("#image-view .picture img")
+    other.wait_for_selector("#image-view .figure img")
     (tmp_path / "bad.json").write_text('{"format": "<img src=x onerror=alert(1)>"}')
     other.set_input_files("input[type=file][accept*=json]", str(tmp_path / "bad.json"))
     other.wait_for_selector("#status .status.error")
@@ -488,7 +488,7 @@ def test_a_run_is_exported_and_imported(page, browser, url, tmp_path):
 def test_an_example_and_a_task_chip_fill_the_form_in(browser, url, model):
     page = open_page(browser, url)
     page.click("#example-chips .chip >> nth=1")
-    page.wait_for_selector("#image-view .picture img")
+    page.wait_for_selector("#image-view .figure img")
     wait_until_done(page)
     assert model.requests[-1]["prompt"] == page.input_value("#prompt textarea") == "detect dog"
     submitted = len(model.requests)
@@ -512,8 +512,8 @@ def test_a_chinese_browser_gets_chinese_and_can_choose(browser, url, locale):
     page.click("#tab-panel-runs")
     endless = {"name": "a.json", "mimeType": "", "buffer": b'{"a": Infinity}'}
     page.set_input_files("input[type=file][accept*=json]", endless)
-    page.wait_for_function("document.querySelector('#status .words').textContent.startsWith('服务器的说明（英文）')")
-    page.click("#choices [lang=en]")
+    page.wait_for_function("document.querySelector('#status .message').textContent.startsWith('服务器的说明（英文）')")
+    page.click("#preferences [lang=en]")
     assert page.inner_text("#run") == "Run" and page.inner_text("#tab-panel-runs") == "Runs"
     page.reload()
     page.wait_for_selector("#badge .status.done")
@@ -525,13 +525,13 @@ def test_a_chinese_browser_gets_chinese_and_can_choose(browser, url, locale):
 def test_the_page_fits_a_phone_and_follows_the_scheme(browser, url, picture_file, scheme):
     page = open_page(browser, url, 390, color_scheme=scheme)
     page.set_input_files("#image input[type=file]", str(picture_file))
-    page.wait_for_selector("#image-view .picture img")
+    page.wait_for_selector("#image-view .figure img")
     run_to_the_end(page)
-    for panel in ("objects", "look", "runs", "candidates"):
+    for panel in ("objects", "attention", "runs", "candidates"):
         page.click(f"#tab-panel-{panel}")
         assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert is_dark(page) == (scheme == "dark")
-    page.click("#choices .theme")
+    page.click("#preferences .theme")
     assert is_dark(page) == (scheme == "light")
     page.close()
 
@@ -541,7 +541,7 @@ def test_long_words_do_not_widen_the_page(browser, url, picture_file, model, mon
     monkeypatch.setattr(model, "pieces", (*at_the_right_edge, "▁" + "w" * 80, "<eos>"))
     page = open_page(browser, url, 390)
     page.set_input_files("#image input[type=file]", str(picture_file))
-    page.wait_for_selector("#image-view .picture img")
+    page.wait_for_selector("#image-view .figure img")
     for letter in "ab":
         run_to_the_end(page, "detect " + letter * 200)
     page.click("#tab-panel-objects")
@@ -550,7 +550,7 @@ def test_long_words_do_not_widen_the_page(browser, url, picture_file, model, mon
     page.click("#tab-panel-runs")
     for tick in page.locator("#runs input[type=checkbox]").all():
         tick.check()
-    page.wait_for_selector("#runs .compared")
+    page.wait_for_selector("#runs .comparison")
     assert page.locator("#image-view .box b").count() == 1
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     page.close()

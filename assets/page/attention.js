@@ -1,114 +1,115 @@
-// Where the model looked when it wrote the chosen token, and what each layer would have written:
-// {run, index, grid, attention, picture_share, rows} of paligemma/webapp/render/attention.py, asked for with "inspect".
+// Attention heatmap on the image and logit lens of the selected token: {run, index, grid, attention, picture_share,
+// rows} of paligemma/webapp/render/attention.py, after the part has triggered "inspect".
 
-const { t, make, button, makeTable, refill, read, subscribe } = window.paligemma;
+const { t, create, createButton, createTable, replaceContent, parseValue, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("attention-view");
-let token = null;
-let picture = null;
-let layer = -1; // -1 is the mean
-let head = -1;
+const MEAN = -1; // over all layers or heads
+let selection = null;
+let image = null;
+let layer = MEAN;
+let head = MEAN;
 
 const mean = (numbers) => numbers.reduce((sum, number) => sum + number, 0) / numbers.length;
 
-// The chosen layer and head, or the mean over all.
-function pick(table) {
-  const layers = layer < 0 ? table : [table[layer]];
-  const chosen = layers.flatMap((heads) => (head < 0 ? heads : [heads[head]]));
-  return Array.isArray(chosen[0]) ? chosen[0].map((_, patch) => mean(chosen.map((row) => row[patch]))) : mean(chosen);
+// The values [layer][head] of the selected layer and head, or their mean.
+function selectHeads(values) {
+  const layers = layer === MEAN ? values : [values[layer]];
+  const selected = layers.flatMap((heads) => (head === MEAN ? heads : [heads[head]]));
+  if (!Array.isArray(selected[0])) return mean(selected);
+  return selected[0].map((_, patch) => mean(selected.map((weights) => weights[patch])));
 }
 
 function draw() {
-  const value = read(props.value);
-  const fits = value && token && value.run === token.run && value.index === token.token.index;
-  const ask = button("chip ask", t("Look inside this token"), () => {
-    trigger("inspect", { run: token.run, index: token.token.index });
+  const value = parseValue(props.value);
+  if (value && selection && value.run === selection.run && value.index === selection.token.index) {
+    return replaceContent(part, createAttention(value), createLens(value));
+  }
+  const inspect = createButton("chip inspect", t("Inspect this token"), () => {
+    trigger("inspect", { run: selection.run, index: selection.token.index });
   });
-  ask.disabled = !token;
-  const shown = make("div", "shown");
-  if (fits) shown.append(drawAttention(value), drawLens(value));
-  else shown.append(make("p", "empty", t("One forward pass shows where the model looked when it wrote the chosen token, and what each layer would have written.")));
-  refill(part, ...(fits ? [] : [ask]), shown);
+  inspect.disabled = !selection;
+  const hint = t("Shows the attention on the image and the logit lens of the selected token, from one forward pass.");
+  replaceContent(part, inspect, create("p", "empty", hint));
 }
 
-function drawAttention(value) {
-  const block = make("div", "two");
-  const words = make("div", "quiet");
-  const share = make("p");
-  share.append(make("strong", "", (100 * pick(value.picture_share)).toFixed(1) + " %"));
-  share.append(make("span", "", " " + t("of this token's attention goes to the picture.")));
-  words.append(share, choice("layer", value.attention.length, layer, (chosen) => (layer = chosen)));
-  words.append(choice("head", value.attention[0].length, head, (chosen) => (head = chosen)));
-  words.append(make("p", "", t("Attention shows where information was read from. It is not an explanation.")));
-  block.append(drawHeat(value), words);
-  return block;
+function createAttention(value) {
+  const columns = create("div", "two-columns");
+  const controls = create("div", "muted");
+  const share = create("p");
+  share.append(create("strong", "", (100 * selectHeads(value.picture_share)).toFixed(1) + " %"));
+  share.append(create("span", "", " " + t("of the attention is on the image")));
+  controls.append(share, createSelect(t("layer"), value.attention.length, layer, (index) => (layer = index)));
+  controls.append(createSelect(t("head"), value.attention[0].length, head, (index) => (head = index)));
+  controls.append(create("p", "", t("Attention weights are not an explanation of the answer.")));
+  columns.append(createHeatmap(value), controls);
+  return columns;
 }
 
-function drawHeat(value) {
-  const figure = make("div", "picture heat");
-  if (picture) {
-    figure.style.aspectRatio = `${picture.width} / ${picture.height}`;
-    const image = make("img");
-    image.src = picture.src;
-    image.alt = t("Attention over the picture");
-    figure.append(image);
+function createHeatmap(value) {
+  const figure = create("div", "figure heatmap");
+  if (image) {
+    figure.style.aspectRatio = `${image.width} / ${image.height}`;
+    const node = create("img");
+    node.src = image.src;
+    node.alt = t("Attention heatmap");
+    figure.append(node);
   }
   const [rows, columns] = value.grid;
-  const weights = pick(value.attention);
-  const most = Math.max(...weights) || 1;
-  const grid = make("div", "patches");
+  const weights = selectHeads(value.attention);
+  const max = Math.max(...weights) || 1;
+  const grid = create("div", "patches");
   grid.style.gridTemplate = `repeat(${rows}, 1fr) / repeat(${columns}, 1fr)`;
-  weights.forEach((weight, patch) => {
-    const cell = make("i");
-    cell.style.opacity = (0.85 * weight) / most;
-    cell.dataset.patch = patch;
-    grid.append(cell);
+  weights.forEach((weight, index) => {
+    const patch = create("i");
+    patch.style.opacity = (0.85 * weight) / max;
+    patch.dataset.patch = index;
+    grid.append(patch);
   });
   figure.append(grid);
   return figure;
 }
 
-function choice(name, count, chosen, use) {
-  const label = make("label", "choice", t(name) + " ");
-  const select = make("select");
-  for (let index = -1; index < count; index++) {
-    const option = make("option", "", index < 0 ? t("mean") : `${index + 1} / ${count}`);
+function createSelect(name, count, selected, onSelect) {
+  const label = create("label", "field", name + " ");
+  const select = create("select");
+  for (let index = MEAN; index < count; index++) {
+    const option = create("option", "", index === MEAN ? t("mean") : `${index + 1} / ${count}`);
     option.value = index;
-    option.selected = index === chosen;
+    option.selected = index === selected;
     select.append(option);
   }
   select.addEventListener("change", () => {
-    use(Number(select.value));
+    onSelect(Number(select.value));
     draw();
   });
   label.append(select);
   return label;
 }
 
-function drawLens(value) {
-  const block = make("div", "lens");
-  const scroller = make("div", "scroller");
-  scroller.append(makeTable(props.columns, value.rows));
-  block.append(
-    make("h3", "", t("Logit lens")),
-    make("p", "quiet", t("Each layer's output, read as if it were the last one's.")),
-    scroller,
-  );
-  return block;
+function createLens(value) {
+  const lens = create("div", "lens");
+  const title = create("h3", "", t("Logit lens"));
+  title.title = t("The next-token prediction from the hidden state after each layer");
+  const scroller = create("div", "scroller");
+  scroller.append(createTable(props.columns, value.rows));
+  lens.append(title, scroller);
+  return lens;
 }
 
-subscribe("picture", (scene) => (picture = scene));
-subscribe("token", (value) => {
-  const isSame = token && value && token.run === value.run && token.token.index === value.token.index;
-  token = value;
+subscribe("image", (value) => (image = value));
+subscribe("selected token", (value) => {
+  const isSame =
+    selection && value && selection.run === value.run && selection.token.index === value.token.index;
+  selection = value;
   if (!isSame) draw();
 });
 subscribe("language", draw);
 watch("value", () => {
-  const value = read(props.value);
+  const value = parseValue(props.value);
   if (!value) return;
-  // Another model may have fewer of them.
-  if (layer >= value.attention.length) layer = -1;
-  if (head >= value.attention[0].length) head = -1;
+  // Another model may have fewer layers and heads.
+  if (layer >= value.attention.length) layer = MEAN;
+  if (head >= value.attention[0].length) head = MEAN;
   draw();
 });

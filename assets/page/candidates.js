@@ -1,82 +1,83 @@
-// What the model could have written in place of the chosen token. Everything comes with the token itself, from
-// paligemma/webapp/render/token_strip.py; "branch" asks to answer anew from here with another one.
+// Candidate table of the selected token. The data comes with the token, from paligemma/webapp/render/token_strip.py.
+// Triggers "branch" to regenerate the answer from this token with another candidate.
 
-const { t, make, button, makeTable, refill, publish, subscribe } = window.paligemma;
+const { t, create, createButton, createTable, replaceContent, publish, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("candidates-view");
-let shown = null;
+let selection = null;
 
 function draw() {
-  if (!shown) {
-    return refill(
-      part,
-      make("p", "empty", t("Choose a token to see what else the model could have written in its place.")),
-    );
+  if (!selection) {
+    return replaceContent(part, create("p", "empty", t("Select a token to see its candidates.")));
   }
-  const { token, count } = shown;
-  const facts = make("p", "facts");
-  for (const [name, number] of token.facts) {
-    const fact = make("span", "", t(name) + " ");
-    fact.append(make("b", "", number));
-    facts.append(fact);
-  }
-  const scroller = make("div", "scroller");
+  const { token, count } = selection;
+  const scroller = create("div", "scroller");
   scroller.tabIndex = 0;
   scroller.setAttribute("role", "region");
   scroller.setAttribute("aria-label", t("Candidates"));
-  scroller.append(makeTable([...columns(), ["", "action"]], token.rows, decorate));
-  refill(part, makeHead(token, count), scroller, facts, make("p", "quiet", note()));
+  scroller.append(createTable([...columns(), ["", "action"]], token.rows, decorate));
+  replaceContent(part, createHeader(token, count), scroller, createMetrics(token));
 }
 
 function columns() {
-  return props.columns.map(([title, kind]) => [title === "logit" && shown.soft_capped ? "soft-capped logit" : title, kind]);
+  return props.columns.map(([title, kind]) => {
+    return [title === "logit" && selection.soft_capped ? "soft-capped logit" : title, kind];
+  });
 }
 
-function note() {
-  return t("From left to right, what becomes of a candidate: its logit, divided by the temperature T, kept or dropped by top-k or top-p, and the probability that it was drawn with.");
-}
-
-function makeHead(token, count) {
-  const head = make("div", "head");
-  const name = make("strong", "", t("Token {number} of {count}", { number: token.index + 1, count: count }) + ": ");
-  name.append(make("code", "", token.piece));
-  if (token.role) name.append(make("span", "quiet", " " + token.role));
-  if (token.forced) name.append(make("span", "quiet", " " + origin(token)));
-  const moves = make("span", "moves");
-  for (const [sign, by, label] of [["◂", -1, "Previous token"], ["▸", 1, "Next token"]]) {
-    const move = button("plain", sign, () => publish("move", by));
-    move.setAttribute("aria-label", t(label));
-    moves.append(move);
+function createHeader(token, count) {
+  const header = create("div", "header");
+  const title = create("strong", "", t("Token {number} of {count}", { number: token.index + 1, count: count }) + ": ");
+  title.append(create("code", "", token.piece));
+  if (token.role) title.append(create("span", "muted", " " + token.role));
+  if (token.forced) title.append(create("span", "muted", " " + forcedNote(token)));
+  const pager = create("span", "pager");
+  for (const [symbol, offset, label] of [["◂", -1, t("Previous token")], ["▸", 1, t("Next token")]]) {
+    const button = createButton("plain", symbol, () => publish("move selection", offset));
+    button.title = label;
+    button.setAttribute("aria-label", label);
+    pager.append(button);
   }
-  head.append(name, moves);
-  return head;
+  header.append(title, pager);
+  return header;
 }
 
-function origin(token) {
-  return token.by_hand ? t("chosen by hand, in place of the run's own") : t("taken over from the run it branched from");
+function createMetrics(token) {
+  const metrics = create("p", "metrics");
+  for (const [name, number] of token.metrics) {
+    const metric = create("span", "", t(name) + " ");
+    metric.append(create("b", "", number));
+    metrics.append(metric);
+  }
+  metrics.title = t("Computed from the full distribution at temperature 1. The top-k mass is that of the listed candidates.");
+  return metrics;
 }
 
-function decorate(line, row, index) {
-  const { run, token } = shown;
-  line.classList.toggle("chosen", index === token.chosen);
-  const cell = make("td", "action");
+function forcedNote(token) {
+  return token.by_hand ? t("selected manually") : t("copied from the parent run");
+}
+
+function decorate(tableRow, row, index) {
+  const { run, token } = selection;
+  tableRow.classList.toggle("chosen", index === token.chosen);
+  const cell = create("td", "action");
   if (index === token.chosen) {
-    line.setAttribute("aria-current", "true");
-    cell.append(make("span", "quiet", t("chosen")));
+    tableRow.setAttribute("aria-current", "true");
+    cell.append(create("span", "muted", t("chosen")));
   } else {
-    const branch = button("plain branch", t("branch ↗"), () => {
+    const branch = createButton("plain branch", t("Branch") + " ↗", () => {
       trigger("branch", { run: run, index: token.index, token_id: row.id });
     });
-    branch.title = t("Answer anew from here with this piece");
-    branch.setAttribute("aria-label", `${t("branch ↗")} ${row.cells[1]}`);
+    branch.title = t("Regenerate from here with this token");
+    branch.setAttribute("aria-label", `${t("Branch")} ${row.cells[1]}`);
     cell.append(branch);
   }
-  line.append(cell);
+  tableRow.append(cell);
 }
 
-subscribe("token", (value) => {
-  shown = value;
+subscribe("selected token", (value) => {
+  selection = value;
   draw();
 });
-subscribe("to the candidates", () => part.querySelector(".branch")?.focus());
+subscribe("focus candidates", () => part.querySelector(".branch")?.focus());
 subscribe("language", draw);

@@ -1,15 +1,16 @@
-// Saves a file that the server made: {serial, name, type, text?, base64?} of app.py. Nothing is drawn.
+// Saves a file: {serial, name, type, text?, base64?} of paligemma/webapp/handlers.py. Not visible.
 
-const { read } = window.paligemma;
+const { parseValue } = window.paligemma;
 
-function bytes(base64) {
+function decodeBase64(base64) {
   return Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
 }
 watch("value", () => {
-  const file = read(props.value);
+  const file = parseValue(props.value);
   if (!file) return;
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([file.base64 ? bytes(file.base64) : file.text], { type: file.type }));
+  const content = file.base64 ? decodeBase64(file.base64) : file.text;
+  link.href = URL.createObjectURL(new Blob([content], { type: file.type }));
   link.download = file.name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);

@@ -1,5 +1,5 @@
 // A heading: props.text in an element props.tag.
 
-const { t, make, subscribe } = window.paligemma;
+const { t, create, subscribe } = window.paligemma;
 
-subscribe("language", () => element.querySelector(".part").replaceChildren(make(props.tag, "", t(props.text))));
+subscribe("language", () => element.querySelector(".part").replaceChildren(create(props.tag, "", t(props.text))));

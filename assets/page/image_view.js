@@ -1,99 +1,98 @@
-// The picture with what the answer says is in it: {src, width, height, seen, side, patches} of
-// paligemma/webapp/images.py, and the objects that the table of objects publishes. Publishes "picture", that of the
-// run whose answer is shown: a person may have chosen another one since.
+// The image with the objects of the answer: {src, width, height, model_input, side, patches} of
+// paligemma/webapp/images.py, and the objects published by objects.js. Publishes "image", the image of the displayed
+// run; the image view may show another image that has been chosen since.
 
-const { t, make, button, refill, read, forget, publish, subscribe } = window.paligemma;
+const { t, create, createButton, replaceContent, parseValue, resetValue, publish, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
+const NUM_HUES = 6;
+let state = null;
 let objects = [];
-let marked = null;
-
-let scene = null;
+let highlighted = null;
 
 function draw() {
-  document.body.classList.toggle("has-picture", Boolean(scene));
-  if (!scene) return refill(part);
-  const figure = make("div", "picture");
-  figure.style.aspectRatio = `${scene.width} / ${scene.height}`;
-  figure.style.setProperty("--ratio", scene.width / scene.height);
-  const image = make("img");
-  image.src = scene.src;
-  image.alt = t("The picture that was asked about");
-  figure.append(image, make("div", "layer"));
-  const other = button("plain change", t("Choose another picture"), () => {
+  document.body.classList.toggle("has-image", Boolean(state));
+  if (!state) return replaceContent(part);
+  const figure = create("div", "figure");
+  figure.style.aspectRatio = `${state.width} / ${state.height}`;
+  figure.style.setProperty("--ratio", state.width / state.height);
+  const image = create("img");
+  image.src = state.src;
+  image.alt = t("Input image");
+  figure.append(image, create("div", "layer"));
+  const change = createButton("plain change", t("Change image"), () => {
     show(null);
-    forget(props);
+    resetValue(props);
     trigger("clear", {});
   });
-  refill(part, figure, seenLine(scene), other);
+  replaceContent(part, figure, createModelInput(), change);
   drawObjects();
 }
 
-function seenLine(scene) {
-  const line = make("div", "seen");
-  const seen = make("img");
-  seen.src = scene.seen;
-  seen.alt = t("What the model sees");
-  const sentence = scene.patches
-    ? t("What the model sees: squeezed to {side} × {side} pixels, {patches} patches.", scene)
-    : t("What the model sees: squeezed to {side} × {side} pixels.", scene);
-  line.append(seen, make("span", "", sentence));
-  return line;
+function createModelInput() {
+  const node = create("div", "model-input");
+  const image = create("img");
+  image.src = state.model_input;
+  image.alt = "";
+  const caption = state.patches
+    ? t("Model input: {side} × {side} pixels, {patches} patches", state)
+    : t("Model input: {side} × {side} pixels", state);
+  node.append(image, create("span", "", caption));
+  return node;
 }
 
-// Shares of the picture become percentages, so that boxes stay in place at every size.
-function place(node, [left, top, width, height]) {
+// The box is in fractions of the image; percentages keep it in place at every size.
+function setPosition(node, [left, top, width, height]) {
   Object.assign(node.style, {
     left: 100 * left + "%", top: 100 * top + "%", width: 100 * width + "%", height: 100 * height + "%",
   });
 }
 
 function drawObjects() {
-  const layer = part.querySelector(".layer");
-  if (!layer) return;
-  layer.replaceChildren(
-    ...objects.map((object, index) => {
-      const box = button("box hue" + (index % 6), "", () => publish("chosen object", index));
-      place(box, object.box);
-      box.setAttribute("aria-label", `${object.label} ${object.score || ""}`);
-      box.classList.toggle("marked", index === marked);
-      if (object.mask) {
-        const mask = make("span", "mask");
-        mask.style.maskImage = mask.style.webkitMaskImage = `url("${object.mask}")`;
-        box.append(mask);
-      }
-      const name = make("b", "", object.label);
-      name.classList.toggle("inside", object.box[1] < 0.09);
-      name.classList.toggle("leftward", object.box[0] > 0.5);
-      if (object.score) name.append(make("small", "", " " + object.score));
-      box.append(name);
-      return box;
-    }),
-  );
+  part.querySelector(".layer")?.replaceChildren(...objects.map(createBox));
+}
+
+function createBox(object, index) {
+  const box = createButton("box hue" + (index % NUM_HUES), "", () => publish("select object", index));
+  setPosition(box, object.box);
+  box.setAttribute("aria-label", `${object.label} ${object.score || ""}`);
+  box.classList.toggle("highlighted", index === highlighted);
+  if (object.mask) {
+    const mask = create("span", "mask");
+    mask.style.maskImage = mask.style.webkitMaskImage = `url("${object.mask}")`;
+    box.append(mask);
+  }
+  const label = create("b", "", object.label);
+  const [left, top] = object.box;
+  label.classList.toggle("inside", top < 0.09);
+  label.classList.toggle("align-right", left > 0.5);
+  if (object.score) label.append(create("small", "", " " + object.score));
+  box.append(label);
+  return box;
 }
 
 function show(value) {
-  scene = value;
+  state = value;
   draw();
 }
 
 subscribe("new token_strip", ({ start }) => {
-  if (start === 0) publish("picture", scene); // a run begins, or is shown again
+  if (start === 0) publish("image", state); // a run starts, or an earlier run is shown
 });
 subscribe("new image_view", (value) => {
   show(value);
-  publish("picture", scene);
-  forget(props);
+  publish("image", state);
+  resetValue(props);
 });
 subscribe("objects", (value) => {
   objects = value.objects;
   drawObjects();
 });
-subscribe("marked object", (index) => {
-  marked = index;
+subscribe("highlight object", (index) => {
+  highlighted = index;
   drawObjects();
 });
 subscribe("language", draw);
 watch("value", () => {
-  objects = []; // they are in the picture before
-  show(read(props.value));
+  objects = []; // they belong to the previous image
+  show(parseValue(props.value));
 });

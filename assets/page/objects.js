@@ -1,80 +1,85 @@
-// The objects of the answer as a table: {run, objects, problems, has_codes} of paligemma/webapp/render/objects.py. Publishes
-// "objects" for the picture; a row, its box and its tokens find each other.
+// Table of the objects of the answer: {run, objects, problems, has_codes} of paligemma/webapp/render/objects.py.
+// Publishes "objects" for the image view. Selecting a row, a box or a token highlights the other two.
 
-const { t, make, button, makeTable, refill, publish, subscribe } = window.paligemma;
+const { t, formatMessage, create, createButton, createTable, replaceContent, publish, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("objects");
+const COLUMNS = [["label", "text"], ["pixels", "number"], ["mean p of location tokens", "number"]];
+// Translated by the kind of the problem; English shows the exact reason.
+const PROBLEM_KINDS = {
+  locations: "problem.locations", codes: "problem.codes", range: "problem.range", order: "problem.order",
+};
 let value = null;
-let marked = null;
+let highlighted = null;
 
 function draw() {
   if (!value || !(value.objects.length || value.problems.length)) {
-    return refill(part, make("p", "empty", t("Ask to detect or segment something, and its boxes are listed here.")));
+    const hint = t("No objects. Prompts that start with detect or segment return them.");
+    return replaceContent(part, create("p", "empty", hint));
   }
+  const parts = value.objects.length ? [createObjectTable()] : [];
+  parts.push(...value.problems.map(createProblem));
+  if (value.has_codes) parts.push(create("p", "muted", t("Mask decoder unavailable; masks are not drawn.")));
+  if (value.objects.length) parts.push(createDownloads());
+  replaceContent(part, ...parts);
+}
+
+function createObjectTable() {
   const rows = value.objects.map((object) => ({
     cells: [object.label + (object.growing ? " …" : ""), object.pixels, object.score || "–"],
   }));
-  const table = makeTable([["label", "text"], ["pixels", "number"], ["mean p of its location tokens", "number"]], rows, decorate);
-  const scroller = make("div", "scroller");
-  scroller.append(table);
-  const parts = value.objects.length ? [scroller] : [];
-  for (const problem of value.problems) parts.push(drawProblem(problem));
-  if (value.has_codes) {
-    parts.push(make("p", "quiet", t("Masks came as codes, and the decoder that reads them is not here: boxes only.")));
-  }
-  if (value.objects.length) parts.push(drawDownloads());
-  refill(part, ...parts);
+  const scroller = create("div", "scroller");
+  scroller.append(createTable(COLUMNS, rows, decorate));
+  return scroller;
 }
 
-function decorate(line, row, index) {
-  line.classList.toggle("chosen", index === marked);
-  line.tabIndex = 0;
-  line.addEventListener("click", () => publish("chosen object", index));
-  line.addEventListener("keydown", (event) => event.key === "Enter" && publish("chosen object", index));
+function decorate(tableRow, row, index) {
+  tableRow.classList.toggle("chosen", index === highlighted);
+  tableRow.tabIndex = 0;
+  tableRow.addEventListener("click", () => publish("select object", index));
+  tableRow.addEventListener("keydown", (event) => event.key === "Enter" && publish("select object", index));
 }
 
-function drawProblem(problem) {
-  const line = make("p", "problem");
-  // In English the reason has its numbers; another language says what kind of problem it is.
-  const reason = window.paligemma.language === "en" ? problem.reason : t("problem: " + problem.kind);
-  line.append(make("code", "", problem.text), make("span", "", " " + t("is no object: {reason}", { reason: reason })));
-  line.addEventListener("click", () => publish("choose token", problem.tokens[0]));
+function createProblem(problem) {
+  const line = create("p", "problem");
+  const reason = formatMessage({ code: PROBLEM_KINDS[problem.kind], text: problem.reason });
+  line.append(create("code", "", problem.text), create("span", "", " " + t("Malformed object: {reason}", { reason })));
+  line.addEventListener("click", () => publish("select token", problem.tokens[0]));
   return line;
 }
 
-function drawDownloads() {
-  const line = make("p", "actions");
+function createDownloads() {
+  const line = create("p", "actions");
   line.append(
-    button("chip", t("Download as PNG"), () => trigger("download", { run: value.run, kind: "png" })),
-    button("chip", t("Download as COCO JSON"), () => trigger("download", { run: value.run, kind: "coco" })),
+    createButton("chip", t("Download PNG"), () => trigger("download", { run: value.run, kind: "png" })),
+    createButton("chip", t("Download COCO JSON"), () => trigger("download", { run: value.run, kind: "coco" })),
   );
   return line;
 }
 
-function mark(index) {
-  marked = index;
-  publish("marked object", index);
+function highlight(index) {
+  highlighted = index;
+  publish("highlight object", index);
   draw();
 }
 
-subscribe("chosen object", (index) => {
+subscribe("select object", (index) => {
   const object = value?.objects[index];
   if (!object) return;
-  publish("choose token", object.tokens[0]);
-  publish("marked tokens", object.tokens);
-  mark(index);
+  publish("select token", object.tokens[0]);
+  publish("highlight tokens", object.tokens);
+  highlight(index);
 });
-// A token of an object marks its box.
-subscribe("token", (shown) => {
-  const found = value && shown ? value.objects.findIndex((object) => object.tokens.includes(shown.token.index)) : -1;
+subscribe("selected token", (selection) => {
+  const found = value && selection ? value.objects.findIndex(({ tokens }) => tokens.includes(selection.token.index)) : -1;
   const index = found < 0 ? null : found;
-  if (index === marked) return;
-  if (marked !== null) publish("marked tokens", []);
-  mark(index);
+  if (index === highlighted) return;
+  if (highlighted !== null) publish("highlight tokens", []);
+  highlight(index);
 });
 subscribe("language", draw);
-subscribe("new objects", (found) => {
-  value = found;
+subscribe("new objects", (newValue) => {
+  value = newValue;
   publish("objects", value);
   draw();
 });

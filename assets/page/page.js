@@ -1,31 +1,31 @@
-// What all parts of the page share: window.paligemma. Loaded once, before any part is drawn.
+// Functions shared by the parts of the page, as window.paligemma. Loaded once, before the parts.
 //
-// t(text, values)       text in the language of the page, with {name} filled in; the English text is the key
-// retell(text)          the same for a sentence that comes with its values filled in
-// make(tag, class, text) an element; text reaches the page through textContent only, whoever wrote it
-// svg(tag, attributes)  the same for drawings
-// table(columns, rows)  a table; see makeTable
-// refill(part, ...)     other elements in a part, with the focus where it was
-// readable(text)        an answer without its location and mask tokens
-// read, forget          a part's value, and that it no longer shows it
-// publish, subscribe    how parts tell each other what was chosen; a late subscriber gets the last word
+// t(text, values)            translate an English template and fill in its {placeholders}
+// formatMessage(message)     the same for {text, values, code?}, such as a status
+// create(tag, class, text)   create an element; text is set with textContent, never as HTML
+// createButton, createSvg    create a button or an SVG element
+// createTable(columns, rows) create a table
+// replaceContent(part, ...)  replace the children of a part and keep the keyboard focus
+// displayText(text)          an answer without its location and mask tokens
+// parseValue, resetValue     read and reset a part's value
+// publish, subscribe         topics between parts; a new subscriber receives the last value
 //
-// window.paligemmaWords, {language: {English text: translated text}}, comes from assets/page/messages.json.
+// window.paligemmaMessages, {language: {error code or English template: translation}}, is assets/page/messages.json.
 
 window.paligemma = (function () {
-  const words = window.paligemmaWords || {};
-  const last = new Map();
-  const listeners = new Map();
+  const messages = window.paligemmaMessages || {};
+  const lastValues = new Map();
+  const subscribers = new Map();
 
-  // Browsers that allow no storage (a frame of another site) throw.
-  function remember(name, value) {
+  // Local storage throws where the browser blocks it, such as in a frame of another site.
+  function store(name, value) {
     try {
       localStorage.setItem("paligemma." + name, value);
     } catch {
-      /* then the choice lasts as long as the page */
+      /* the setting is lost when the page is closed */
     }
   }
-  function recall(name) {
+  function load(name) {
     try {
       return localStorage.getItem("paligemma." + name);
     } catch {
@@ -33,184 +33,167 @@ window.paligemma = (function () {
     }
   }
 
-  function publish(name, detail) {
-    last.set(name, detail);
-    for (const listener of listeners.get(name) || []) listener(detail);
+  function publish(topic, value) {
+    lastValues.set(topic, value);
+    for (const subscriber of subscribers.get(topic) || []) subscriber(value);
   }
-  function subscribe(name, listener) {
-    listeners.set(name, [...(listeners.get(name) || []), listener]);
-    if (last.has(name)) listener(last.get(name));
-  }
-
-  // Words
-
-  let language = recall("language") || (/^zh/i.test(navigator.language) ? "zh" : "en");
-
-  function t(text, values) {
-    const found = (words[language] || {})[text] || text;
-    return found.replace(/\{(\w+)\}/g, (hole, name) => (values && name in values ? values[name] : hole));
+  function subscribe(topic, subscriber) {
+    subscribers.set(topic, [...(subscribers.get(topic) || []), subscriber]);
+    if (lastValues.has(topic)) subscriber(lastValues.get(topic));
   }
 
-  // Sentences with holes, and how they look when these are filled; the longest first, as it says most.
-  const patterns = Object.keys(words.zh || {})
-    .filter((sentence) => /\{\w+\}/.test(sentence))
-    .sort((one, other) => other.length - one.length)
-    .map((sentence) => {
-      const literal = sentence.split(/\{\w+\}/).map((text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
-      const names = sentence.match(/\{\w+\}/g).map((hole) => hole.slice(1, -1));
-      return { sentence, names, regex: new RegExp("^" + literal.join("(.+?)") + "$", "s") };
+  // Language
+
+  let language = load("language") || (/^zh/i.test(navigator.language) ? "zh" : "en");
+
+  // A value may be a message itself, such as the reason of an error.
+  function formatMessage({ text, values = {}, code }) {
+    const template = (messages[language] || {})[code || text] || text;
+    return template.replace(/\{(\w+)\}/g, (placeholder, name) => {
+      if (!(name in values)) return placeholder;
+      return typeof values[name] === "object" ? formatMessage(values[name]) : values[name];
     });
-
-  function retell(text) {
-    if (language === "en" || text in words[language]) return t(text);
-    for (const { sentence, names, regex } of patterns) {
-      const found = regex.exec(text);
-      if (found) return t(sentence, Object.fromEntries(names.map((name, place) => [name, t(found[place + 1])])));
-    }
-    return t("The server says, in English: {text}", { text });
   }
+  const t = (text, values) => formatMessage({ text, values });
 
-  // Gradio translates its labels for browsers that say zh-CN, and a page cannot switch it. So the labels are English
-  // to Gradio, and are translated where they stand. Parts of our own draw their words themselves.
-  const originals = new WeakMap();
-  const attributes = ["placeholder", "aria-label", "title"];
+  // Gradio takes the language of the browser once and cannot switch it, and falls back to English for "zh". So Gradio's
+  // components have English labels, which are translated here. Parts translate their own text.
+  const translations = new WeakMap();
+  const attributeNames = ["placeholder", "aria-label", "title"];
 
-  function translateNode(holder, read, write) {
-    const now = read();
-    const known = originals.get(holder) || {};
-    const source = now === known.shown ? known.source : now;
-    const key = (source || "").trim();
+  function translateNode(node, property) {
+    const current = node[property];
+    const { source, translated } = translations.get(node) || {};
+    const original = source !== undefined && current === translated ? source : current;
+    const key = original.trim();
     if (!key) return;
-    const shown = source.replace(key, () => t(key));
-    if (shown !== now) write(shown);
-    if (shown !== source || known.source) originals.set(holder, { source, shown });
+    const result = original.replace(key, () => t(key));
+    if (result !== current) node[property] = result;
+    if (result !== original || source !== undefined) translations.set(node, { source: original, translated: result });
   }
   function translateTree(root) {
     if (root.nodeType === Node.TEXT_NODE) {
-      if (root.parentElement && !root.parentElement.closest(".part, textarea, script, style")) {
-        translateNode(root, () => root.data, (text) => (root.data = text));
-      }
+      if (root.parentElement && !root.parentElement.closest(".part, textarea, script, style")) translateNode(root, "data");
       return;
     }
     if (root.nodeType !== Node.ELEMENT_NODE || root.closest(".part, script, style")) return;
-    for (const name of attributes) {
+    for (const name of attributeNames) {
       const attribute = root.getAttributeNode(name);
-      if (attribute) translateNode(attribute, () => attribute.value, (text) => (attribute.value = text));
+      if (attribute) translateNode(attribute, "value");
     }
     root.childNodes.forEach(translateTree);
   }
-  function useLanguage(chosen) {
-    language = chosen;
-    document.documentElement.lang = chosen === "zh" ? "zh-CN" : "en";
+  function applyLanguage(code) {
+    language = code;
+    document.documentElement.lang = code === "zh" ? "zh-CN" : "en";
     translateTree(document.body);
-    publish("language", chosen);
+    publish("language", code);
   }
-  function chooseLanguage(chosen) {
-    remember("language", chosen);
-    useLanguage(chosen);
+  function setLanguage(code) {
+    store("language", code);
+    applyLanguage(code);
   }
-  new MutationObserver((changes) => {
-    for (const change of changes) {
-      if (change.type === "characterData") translateTree(change.target);
-      change.addedNodes.forEach(translateTree);
+  new MutationObserver((mutations) => {
+    for (const mutation of mutations) {
+      if (mutation.type === "characterData") translateTree(mutation.target);
+      mutation.addedNodes.forEach(translateTree);
     }
   }).observe(document.body, { childList: true, subtree: true, characterData: true });
 
-  // Light and dark
+  // Theme
 
-  function chooseTheme(theme) {
-    remember("theme", theme);
+  function setTheme(theme) {
+    store("theme", theme);
     document.body.classList.toggle("dark", theme === "dark");
-    publish("theme", theme);
   }
-  function startTheme() {
-    const chosen = recall("theme");
-    if (chosen) document.body.classList.toggle("dark", chosen === "dark");
+  function loadTheme() {
+    const theme = load("theme");
+    if (theme) document.body.classList.toggle("dark", theme === "dark");
   }
 
   // Elements
 
-  function make(tag, className, text) {
+  function create(tag, className, text) {
     const node = document.createElement(tag);
     if (className) node.className = className;
     if (text !== undefined) node.textContent = text;
     return node;
   }
-  function button(className, text, onClick) {
-    const node = make("button", className, text);
+  function createButton(className, text, onClick) {
+    const node = create("button", className, text);
     node.type = "button";
     node.addEventListener("click", onClick);
     return node;
   }
-  function svg(tag, settings) {
+  function createSvg(tag, attributes) {
     const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(settings || {})) node.setAttribute(name, value);
+    for (const [name, value] of Object.entries(attributes || {})) node.setAttribute(name, value);
     return node;
   }
 
-  // Whoever uses a keyboard must not fall back to the top of the page when a part is drawn anew: the focus goes to what
-  // stands in the same place, or to the part when it has nothing there.
-  function refill(part, ...children) {
-    const stops = () => [...part.querySelectorAll("button, select, input, [tabindex='0']")];
+  // A focused element that is removed would move the keyboard focus to the top of the page. Focus the element at the
+  // same position instead, or the part itself if there is none.
+  function replaceContent(part, ...children) {
+    const focusable = () => [...part.querySelectorAll("button, select, input, [tabindex='0']")];
     const hadFocus = part.contains(document.activeElement);
-    const place = stops().indexOf(document.activeElement);
+    const index = focusable().indexOf(document.activeElement);
     part.replaceChildren(...children);
     if (!hadFocus) return;
     part.tabIndex = -1;
-    (stops()[Math.max(0, place)] || part).focus({ preventScroll: true });
+    (focusable()[Math.max(0, index)] || part).focus({ preventScroll: true });
   }
 
-  // columns: [title, kind]; kind is "text", "number", "quiet", "word" (translated) or "share" (with a bar).
-  // rows: [{cells: [text], share?, dropped?}]; decorate(line, row, index) may add to a row.
-  function makeTable(columns, rows, decorate) {
-    const table = make("table");
-    const head = table.createTHead().insertRow();
+  // columns: [title, kind], where kind is "text", "number", "minor" (hidden on phones), "label" (translated) or "share"
+  // (with a bar). rows: [{cells: [text], share?, dropped?}]. decorate(tableRow, row, index) may change a table row.
+  function createTable(columns, rows, decorate) {
+    const table = create("table");
+    const header = table.createTHead().insertRow();
     for (const [title, kind] of columns) {
-      const cell = make("th", kind, t(title));
+      const cell = create("th", kind, t(title));
       cell.scope = "col";
-      head.append(cell);
+      header.append(cell);
     }
     const body = table.createTBody();
     rows.forEach((row, index) => {
-      const line = body.insertRow();
-      line.classList.toggle("dropped", Boolean(row.dropped));
-      row.cells.forEach((text, column) => {
-        const kind = columns[column][1];
-        const cell = make("td", kind, kind === "word" ? t(text) : text);
-        if (kind === "text") cell.title = text;
-        if (kind === "share") {
-          const bar = make("span", "bar");
-          bar.style.setProperty("--share", row.share);
-          cell.prepend(bar);
-        }
-        line.append(cell);
-      });
-      if (decorate) decorate(line, row, index);
+      const tableRow = body.insertRow();
+      tableRow.classList.toggle("dropped", Boolean(row.dropped));
+      row.cells.forEach((text, column) => tableRow.append(createCell(columns[column][1], text, row.share)));
+      if (decorate) decorate(tableRow, row, index);
     });
     return table;
   }
+  function createCell(kind, text, share) {
+    const cell = create("td", kind, kind === "label" ? t(text) : text);
+    if (kind === "text") cell.title = text;
+    if (kind === "share") {
+      const bar = create("span", "bar");
+      bar.style.setProperty("--share", share);
+      cell.prepend(bar);
+    }
+    return cell;
+  }
 
-  // An answer to be read: the location and mask tokens of an object are one sign.
-  const readable = (raw) => raw.replace(/(<loc\d{4}>)+(\s*<seg\d{3}>)*\s*/g, "▢ ").trimStart();
+  // The location and mask tokens of an object become one symbol.
+  const displayText = (text) => text.replace(/(<loc\d{4}>)+(\s*<seg\d{3}>)*\s*/g, "▢ ").trimStart();
 
-  // A part's value: data, JSON text of it, or nothing.
-  function read(value) {
+  // A part's value is data, JSON text, or empty.
+  function parseValue(value) {
     return typeof value === "string" ? (value ? JSON.parse(value) : null) : value || null;
   }
-  // Gradio tells a part only of a value that differs from the one before. So a part that shows something else by now,
-  // from news or by itself, forgets its value: then the same one can come again.
-  function forget(props) {
+  // Gradio reports only a value that differs from the previous one. A part that shows something else by now resets its
+  // value, so that the same value can be set again.
+  function resetValue(props) {
     props.value = "";
   }
 
   document.addEventListener("keydown", (event) => {
-    // While a word is being composed, as in Chinese, Esc only ends that.
+    // During IME composition, such as for Chinese, Esc only cancels the composition.
     if (event.key === "Escape" && !event.isComposing) document.querySelector("#stop")?.click();
   });
-  useLanguage(language);
+  applyLanguage(language);
   return {
-    t, retell, make, button, svg, makeTable, refill, readable, read, forget, publish, subscribe, chooseLanguage,
-    chooseTheme, startTheme,
+    t, formatMessage, create, createButton, createSvg, createTable, replaceContent, displayText, parseValue, resetValue,
+    publish, subscribe, setLanguage, setTheme, loadTheme,
     get language() {
       return language;
     },

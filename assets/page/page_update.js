@@ -1,14 +1,14 @@
-// What a run changes on the page comes as one value, {number, notice?, strip?, objects?, runs?, scene?} of
-// paligemma/webapp/execution.py, and is handed on to the parts. Nothing is drawn.
+// Distributes page updates to the parts: {number, status?, token_strip?, objects?, runs?, image_view?} of
+// paligemma/webapp/page_update.py. Not visible.
 
-const { read, publish } = window.paligemma;
-let last = null;
+const { parseValue, publish } = window.paligemma;
+let lastNumber = null;
 
 watch("value", () => {
-  const { number, ...changes } = read(props.value) || {};
+  const { number, ...changes } = parseValue(props.value) || {};
   if (number === undefined) return;
-  // The browser may take in two values at once, and then the first one is lost.
-  if (last !== null && number !== last + 1) trigger("resync", {});
-  last = number;
+  // The browser may process two values at once, and then the first one is lost.
+  if (lastNumber !== null && number !== lastNumber + 1) trigger("resync", {});
+  lastNumber = number;
   for (const [name, change] of Object.entries(changes)) publish("new " + name, change);
 });

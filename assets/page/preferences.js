@@ -1,26 +1,26 @@
-// The languages, and light or dark.
+// Language and theme.
 
-const { t, make, button, refill, chooseLanguage, chooseTheme, startTheme, subscribe } = window.paligemma;
+const { t, create, createButton, replaceContent, setLanguage, setTheme, loadTheme, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 const LANGUAGES = [["en", "EN", "English"], ["zh", "中文", "简体中文"]];
 
 function draw() {
-  const choices = make("div", "choices");
-  choices.setAttribute("role", "group");
-  choices.setAttribute("aria-label", t("Language"));
+  const languages = create("div", "languages");
+  languages.setAttribute("role", "group");
+  languages.setAttribute("aria-label", t("Language"));
   for (const [code, label, name] of LANGUAGES) {
-    const choice = button("plain", label, () => chooseLanguage(code));
-    choice.lang = code;
-    choice.title = name;
-    choice.setAttribute("aria-pressed", String(code === window.paligemma.language));
-    choices.append(choice);
+    const language = createButton("plain", label, () => setLanguage(code));
+    language.lang = code;
+    language.title = name;
+    language.setAttribute("aria-pressed", String(code === window.paligemma.language));
+    languages.append(language);
   }
-  const theme = button("plain theme", "◐", () => {
-    chooseTheme(document.body.classList.contains("dark") ? "light" : "dark");
+  const theme = createButton("plain theme", "◐", () => {
+    setTheme(document.body.classList.contains("dark") ? "light" : "dark");
   });
-  theme.title = t("Light or dark");
-  theme.setAttribute("aria-label", t("Light or dark"));
-  refill(part, choices, theme);
+  theme.title = t("Toggle dark theme");
+  theme.setAttribute("aria-label", t("Toggle dark theme"));
+  replaceContent(part, languages, theme);
 }
-startTheme();
+loadTheme();
 subscribe("language", draw);

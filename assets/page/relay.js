@@ -1,8 +1,8 @@
-// Hands its value on to the other parts, under the name props.topic. Nothing is drawn.
+// Publishes its value under the topic props.topic. Not visible.
 
-const { read, forget, publish } = window.paligemma;
+const { parseValue, resetValue, publish } = window.paligemma;
 
 watch("value", () => {
-  publish(props.topic, read(props.value));
-  forget(props);
+  publish(props.topic, parseValue(props.value));
+  resetValue(props);
 });

@@ -1,66 +1,65 @@
-// The runs of this visit, each below the one that it branched from, and two of them side by side:
-// {runs, compared} of paligemma/webapp/runs.py. "open" shows a run again, "compare" asks for two.
+// The session's runs as a tree, each branch below the run that it branched from, and a comparison of two runs:
+// {runs, compared} of paligemma/webapp/render/runs.py. Triggers "open" to show a run, and "compare".
 
-const { t, make, button, refill, readable, read, forget, subscribe } = window.paligemma;
+const { t, create, createButton, replaceContent, displayText, parseValue, resetValue, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("runs");
-let ticked = [];
-
+let selected = []; // numbers of the runs to compare, at most two
 let value = { runs: [], compared: null };
 
 function draw() {
   const { runs, compared } = value;
-  ticked = ticked.filter((number) => runs.some((run) => run.number === number));
+  selected = selected.filter((number) => runs.some((run) => run.number === number));
   if (!runs.length) {
-    const kept = t("The last {count} runs stay here, and every branch below the run it left.", { count: props.most });
-    return refill(part, make("p", "empty", kept));
+    const hint = t("Your last {count} runs are listed here, each branch below its parent run.", { count: props.max_runs });
+    return replaceContent(part, create("p", "empty", hint));
   }
-  const list = make("ul", "tree");
-  list.append(...runs.map(drawRun));
-  const parts = [list, make("p", "quiet", t("Tick two runs to see them side by side."))];
-  if (compared && ticked.length === 2) parts.push(drawCompared(compared));
-  refill(part, ...parts);
+  const list = create("ul", "tree");
+  list.append(...runs.map(createItem));
+  const parts = [list, create("p", "muted", t("Select two runs to compare them."))];
+  if (compared && selected.length === 2) parts.push(createComparison(compared));
+  replaceContent(part, ...parts);
 }
 
-function drawRun(run) {
-  const item = make("li", run.current ? "current" : "");
+function createItem(run) {
+  const item = create("li", run.current ? "current" : "");
   item.style.setProperty("--depth", run.depth);
-  const tick = make("input");
-  tick.type = "checkbox";
-  tick.checked = ticked.includes(run.number);
-  tick.setAttribute("aria-label", t("Compare run {number}", run));
-  tick.addEventListener("change", () => toggle(run.number, tick.checked));
-  const open = button("plain run", "", () => trigger("open", { run: run.number }));
+  const checkbox = create("input");
+  checkbox.type = "checkbox";
+  checkbox.checked = selected.includes(run.number);
+  checkbox.setAttribute("aria-label", t("Compare run {number}", run));
+  checkbox.addEventListener("change", () => select(run.number, checkbox.checked));
+  const open = createButton("plain run", "", () => trigger("open", { run: run.number }));
   if (run.current) open.setAttribute("aria-current", "true");
-  open.append(make("b", "", `${run.number} `), make("span", "", run.prompt + " "));
-  if (run.branched_at) open.append(make("code", "", `↗ ${run.branched_at}: ${run.piece}`));
-  if (run.imported) open.append(make("span", "quiet", " " + t("from a file")));
-  open.append(make("span", "quiet said", readable(run.text)));
-  item.append(tick, open);
+  open.append(create("b", "", `${run.number} `), create("span", "", run.prompt + " "));
+  if (run.branched_at) open.append(create("code", "", `↗ ${run.branched_at}: ${run.piece}`));
+  if (run.imported) open.append(create("span", "muted", " " + t("imported")));
+  open.append(create("span", "muted answer-text", displayText(run.text)));
+  item.append(checkbox, open);
   return item;
 }
 
-function toggle(number, isOn) {
-  ticked = [...ticked.filter((other) => other !== number), ...(isOn ? [number] : [])].slice(-2);
-  if (ticked.length === 2) trigger("compare", { runs: ticked });
+function select(number, isSelected) {
+  selected = [...selected.filter((other) => other !== number), ...(isSelected ? [number] : [])].slice(-2);
+  if (selected.length === 2) trigger("compare", { runs: selected });
   draw();
 }
 
-function drawCompared(sides) {
-  const block = make("div", "compared");
-  for (const side of sides) {
-    const column = make("div");
-    column.append(make("h3", "", `${side.number} · ${side.prompt}`));
-    const tokens = make("p", "strip");
-    for (const token of side.tokens) {
-      const chip = make("span", "token" + (token.same ? "" : " differs"), token.piece);
-      chip.title = (100 * token.prob).toFixed(1) + " %";
-      tokens.append(chip);
+function createComparison(runs) {
+  const comparison = create("div", "comparison");
+  for (const run of runs) {
+    const column = create("div");
+    column.append(create("h3", "", `${run.number} · ${run.prompt}`));
+    const tokens = create("p", "tokens");
+    for (const token of run.tokens) {
+      const node = create("span", "token" + (token.same ? "" : " different"), token.piece);
+      node.title = (100 * token.prob).toFixed(1) + " %";
+      tokens.append(node);
     }
     column.append(tokens);
-    block.append(column);
+    comparison.append(column);
   }
-  return block;
+  return comparison;
 }
 
 function show(tree) {
@@ -68,9 +67,9 @@ function show(tree) {
   draw();
 }
 subscribe("language", draw);
-watch("value", () => show(read(props.value)));
+watch("value", () => show(parseValue(props.value)));
 subscribe("new runs", (tree) => {
   show(tree);
-  forget(props);
-  if (ticked.length === 2) trigger("compare", { runs: ticked }); // they stay side by side
+  resetValue(props);
+  if (selected.length === 2) trigger("compare", { runs: selected }); // keep the comparison
 });

@@ -1,46 +1,45 @@
-// A line that says what the app is doing: {kind, text, values?} of paligemma/webapp/messages.py. With props.follows it
-// also shows the notices of runs.
+// One status: {kind, text, values, code?} or {kind, joined: [[text, values]]} of paligemma/webapp/messages.py. With
+// props.shows_updates, the status of page updates too.
 
-const { t, retell, make, read, forget, subscribe } = window.paligemma;
+const { t, formatMessage, create, parseValue, resetValue, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
-const dot = make("span", "dot");
-const line = make("span", "words");
-part.append(dot, line);
+const message = create("span", "message");
+part.append(create("span", "dot"), message);
 part.setAttribute("role", "status");
 
-let shown = read(props.value);
-let place = null;
+let status = parseValue(props.value);
+let queuePosition = null; // [text, position, length of the queue]
 
 function draw() {
-  const { kind, text, values, joined } = shown || { kind: "idle", text: "" };
-  const sentences = joined || [[text, values]];
+  const { kind, joined } = status || { kind: "idle", joined: [] };
   part.className = "part status " + kind;
-  part.setAttribute("aria-live", kind === "busy" ? "off" : "polite"); // not every token is spoken
-  const isFilled = kind === "error" && !Object.keys(values || {}).length; // an error of the library
-  const texts = isFilled ? [retell(text)] : sentences.map(([sentence, holes]) => t(sentence, holes));
-  if (place && kind === "busy") texts.push(t("place {place} of {count}", { place: place[1], count: place[2] }));
-  line.textContent = texts.join(" · ");
+  part.setAttribute("aria-live", kind === "busy" ? "off" : "polite"); // do not announce every token
+  const texts = joined ? joined.map(([text, values]) => t(text, values)) : [formatMessage(status)];
+  if (queuePosition && kind === "busy") {
+    texts.push(t("position {position} of {length}", { position: queuePosition[1], length: queuePosition[2] }));
+  }
+  message.textContent = texts.join(" · ");
 }
 
-// While a request waits, Gradio writes its place in the queue beside this part, as "queue: 2/3".
-function readPlace() {
-  const found = /(\d+)\/(\d+)/.exec(parent.querySelector(".progress-text")?.textContent || "");
-  if (String(found) === String(place)) return;
-  place = found;
+// While an event is queued, Gradio 6 writes "queue: 2/3" into an element next to this part.
+function readQueuePosition() {
+  const found = /(\d+)\/(\d+)/.exec(block.querySelector(".progress-text")?.textContent || "");
+  if (String(found) === String(queuePosition)) return;
+  queuePosition = found;
   draw();
 }
 
 function show(value) {
-  shown = value;
+  status = value;
   draw();
 }
 subscribe("language", draw);
-watch("value", () => show(read(props.value)));
-const parent = element.closest(".block");
-if (props.follows) {
-  subscribe("new status", (news) => {
-    show(news);
-    forget(props);
+watch("value", () => show(parseValue(props.value)));
+const block = element.closest(".block");
+if (props.shows_updates) {
+  subscribe("new status", (value) => {
+    show(value);
+    resetValue(props);
   });
-  new MutationObserver(readPlace).observe(parent, { childList: true, subtree: true, characterData: true });
+  new MutationObserver(readQueuePosition).observe(block, { childList: true, subtree: true, characterData: true });
 }

@@ -1,46 +1,44 @@
-// Tabs over the panels of props.panels, [[id, title]]. All panels are in the page from the start, unlike those of
-// Gradio's tabs: parts tell each other what was chosen, whether they are seen or not.
+// Tabs for the panels of props.panels, [[id, title]]. Unlike with Gradio's tabs, hidden panels are part of the page from
+// the start, because parts update each other whether they are visible or not.
 
-const { t, button, subscribe } = window.paligemma;
+const { t, createButton, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("tabs");
 part.setAttribute("role", "tablist");
-let shown = 0;
+let selected = 0;
 
-const panel = (id) => document.getElementById(id);
-
-function show(index, focus) {
-  shown = index;
+function select(index, hasFocus) {
+  selected = index;
   draw();
-  if (focus) part.children[index].focus();
+  if (hasFocus) part.children[index].focus();
 }
 
 function draw() {
   part.setAttribute("aria-label", t("Views of the answer"));
   part.replaceChildren(
     ...props.panels.map(([id, title], index) => {
-      const tab = button("plain tab", t(title), () => show(index, true));
+      const tab = createButton("plain tab", t(title), () => select(index, true));
       tab.id = "tab-" + id;
       tab.setAttribute("role", "tab");
-      tab.setAttribute("aria-selected", String(index === shown));
+      tab.setAttribute("aria-selected", String(index === selected));
       tab.setAttribute("aria-controls", id);
-      tab.tabIndex = index === shown ? 0 : -1;
+      tab.tabIndex = index === selected ? 0 : -1;
       return tab;
     }),
   );
   props.panels.forEach(([id], index) => {
-    const content = panel(id);
-    if (!content) return;
-    content.setAttribute("role", "tabpanel");
-    content.setAttribute("aria-labeledby", "tab-" + id);
-    content.dataset.shown = String(index === shown);
+    const panel = document.getElementById(id);
+    if (!panel) return;
+    panel.setAttribute("role", "tabpanel");
+    panel.setAttribute("aria-labelledby", "tab-" + id);
+    panel.dataset.visible = String(index === selected);
   });
 }
 
 part.addEventListener("keydown", (event) => {
-  const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-  if (by) show((shown + by + props.panels.length) % props.panels.length, true);
+  const offset = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (offset) select((selected + offset + props.panels.length) % props.panels.length, true);
 });
-subscribe("to the candidates", () => show(0, false));
+subscribe("focus candidates", () => select(0, false));
 subscribe("language", draw);
-requestAnimationFrame(draw); // panels below are mounted by then
+requestAnimationFrame(draw); // the panels below this part are mounted by then

@@ -1,53 +1,64 @@
-// The answer: its text, a chip a token, and a line over all tokens. Gets only what is new:
-// {run, start, count, done, soft_capped, tokens} of `strip_of` in paligemma/webapp/execution.py. Publishes "token", the chosen one with all its
-// numbers, so that it is shown without asking the server again.
+// The answer: its text, its tokens, and curves of probability and entropy. Receives only new tokens: {run, start, count,
+// done, soft_capped, tokens} of paligemma/webapp/render/token_strip.py. Publishes "selected token" with all its data, so
+// that the other parts show it without a request to the server.
 
-const { t, make, button, svg, readable, publish, subscribe } = window.paligemma;
+const { t, create, createSvg, createButton, displayText, publish, subscribe } = window.paligemma;
 const part = element.querySelector(".part");
 part.classList.add("answer");
 
 let run = null;
 let tokens = [];
-let softCapped = false; // the run's logits, which only PaliGemma 2 does
-let chosen = null;
-let follows = true; // the newest token is the chosen one until a person chooses
-let marked = [];
-let shares = [];
+let softCapped = false; // the model soft-caps its logits (PaliGemma 2)
+let selected = null;
+let followsNewest = true; // select the newest token until the user selects one
+let highlighted = [];
+let imageShares = []; // share of each token's attention on the image
 let coloring = "probability";
 
-// What each coloring looks at, and from where on a chip gets its three tints.
+const countAbove = (value, thresholds) => thresholds.filter((threshold) => value > threshold).length;
+const countBelow = (value, thresholds) => thresholds.filter((threshold) => value < threshold).length;
+
+// level: which of the three tints a token has, 0 for none. levels: their labels in the legend.
 const COLORINGS = {
-  probability: { tint: "warm", level: (token) => below(token.prob, [0.9, 0.6, 0.3]), steps: ["p < 0.9", "< 0.6", "< 0.3"] },
-  entropy: { tint: "warm", level: (token) => above(token.entropy, [0.3, 1, 2]), steps: ["> 0.3 nats", "> 1", "> 2"] },
-  rank: { tint: "warm", level: (token) => above(token.rank, [1, 2, 5]), steps: ["2", "3 – 5", "> 5"] },
+  probability: {
+    label: "color by probability", tint: "warm",
+    level: (token) => countBelow(token.prob, [0.9, 0.6, 0.3]), levels: ["p < 0.9", "< 0.6", "< 0.3"],
+  },
+  entropy: {
+    label: "color by entropy", tint: "warm",
+    level: (token) => countAbove(token.entropy, [0.3, 1, 2]), levels: ["> 0.3 nats", "> 1", "> 2"],
+  },
+  rank: {
+    label: "color by rank", tint: "warm",
+    level: (token) => countAbove(token.rank, [1, 2, 5]), levels: ["2", "3 – 5", "> 5"],
+  },
   "image attention": {
-    tint: "cool", level: (token) => above(shares[token.index] ?? 0, [0.1, 0.25, 0.5]), steps: ["> 10 %", "> 25 %", "> 50 %"],
+    label: "color by image attention", tint: "cool",
+    level: (token) => countAbove(imageShares[token.index] ?? 0, [0.1, 0.25, 0.5]), levels: ["> 10 %", "> 25 %", "> 50 %"],
   },
 };
-const above = (value, bounds) => bounds.filter((bound) => value > bound).length;
-const below = (value, bounds) => bounds.filter((bound) => value < bound).length;
 
-// The frame, made once
+// Elements that exist from the start
 
-const title = make("h2");
-const copy = button("plain copy", "", copyText);
-const text = make("p", "text");
-const strip = make("div", "strip");
-const line = svg("svg", { viewBox: "0 0 600 50", preserveAspectRatio: "none", class: "line" });
-const legend = make("div", "legend");
-const head = make("div", "head");
-const select = make("select");
-head.append(title, select, copy);
-part.append(head, text, strip, line, legend);
+const title = create("h2");
+const copyButton = createButton("plain copy", "", copyText);
+const text = create("p", "text");
+const strip = create("div", "tokens");
+const curves = createSvg("svg", { viewBox: "0 0 600 50", preserveAspectRatio: "none", class: "curves" });
+const legend = create("div", "legend");
+const header = create("div", "header");
+const select = create("select");
+header.append(title, select, copyButton);
+part.append(header, text, strip, curves, legend);
 strip.setAttribute("role", "listbox");
 
-function drawWords() {
+function drawLabels() {
   title.textContent = t("Answer");
-  copy.textContent = t("Copy");
+  copyButton.textContent = t("Copy");
   strip.setAttribute("aria-label", t("Tokens of the answer"));
-  line.setAttribute("role", "img");
-  line.setAttribute("aria-label", t("Probability and entropy over all tokens"));
-  drawEmpty();
+  curves.setAttribute("role", "img");
+  curves.setAttribute("aria-label", t("Probability and entropy of each token"));
+  drawPlaceholder();
   drawSelect();
   drawLegend();
 }
@@ -57,33 +68,33 @@ async function copyText() {
   try {
     await navigator.clipboard.writeText(answer);
   } catch {
-    copySelected(answer); // over plain http there is no clipboard
+    copyWithTextarea(answer); // the Clipboard API needs https or localhost
   }
-  copy.textContent = t("Copied");
-  setTimeout(() => (copy.textContent = t("Copy")), 1500);
+  copyButton.textContent = t("Copied");
+  setTimeout(() => (copyButton.textContent = t("Copy")), 1500);
 }
 
-function copySelected(answer) {
-  const field = make("textarea");
-  field.value = answer;
-  copy.after(field);
-  field.select();
+function copyWithTextarea(answer) {
+  const textarea = create("textarea");
+  textarea.value = answer;
+  copyButton.after(textarea);
+  textarea.select();
   document.execCommand("copy");
-  field.remove();
-  copy.focus();
+  textarea.remove();
+  copyButton.focus();
 }
 
-// What stands where an answer has no text.
-function drawEmpty() {
-  const hasEnded = tokens.length && part.getAttribute("aria-busy") === "false";
-  text.dataset.empty = hasEnded ? t("The model ended its answer without a word.") : t("The answer appears here, token by token.");
+// CSS shows the placeholder while the text is empty.
+function drawPlaceholder() {
+  const isFinished = tokens.length && part.getAttribute("aria-busy") === "false";
+  text.dataset.placeholder = isFinished ? t("Empty answer") : t("The answer appears here, token by token.");
 }
 
 function drawSelect() {
   select.setAttribute("aria-label", t("Color by"));
   select.replaceChildren(
-    ...Object.keys(COLORINGS).map((name) => {
-      const option = make("option", "", t("color by " + name));
+    ...Object.entries(COLORINGS).map(([name, { label }]) => {
+      const option = create("option", "", t(label));
       option.value = name;
       option.selected = name === coloring;
       return option;
@@ -92,175 +103,174 @@ function drawSelect() {
 }
 select.addEventListener("change", () => {
   coloring = select.value;
-  askForShares();
+  requestImageShares();
   drawLegend();
-  paintChips();
+  paintTokens();
 });
 
-// How much of its attention a token gave to the picture is worked out when it is wanted.
-function askForShares() {
-  if (coloring === "image attention" && shares.length < tokens.length) trigger("shares", { run: run });
+// The attention on the image takes a forward pass, so it is computed on demand.
+function requestImageShares() {
+  if (coloring === "image attention" && imageShares.length < tokens.length) trigger("shares", { run: run });
 }
 
 function drawLegend() {
-  const { tint, steps } = COLORINGS[coloring];
-  const meaning = make("span", "steps", coloring === "image attention" ? t("attention on the picture") : t("where unsure"));
-  steps.forEach((step, index) => meaning.append(make("i", `swatch ${tint}${index + 1}`), make("span", "", step)));
-  const curves = make("span", "steps");
-  curves.append(make("i", "stroke prob"), make("span", "", t("probability")));
-  curves.append(make("i", "stroke entropy"), make("span", "", t("entropy")));
-  legend.replaceChildren(meaning, curves);
+  const { tint, levels } = COLORINGS[coloring];
+  const colors = create("span", "levels");
+  levels.forEach((level, index) => colors.append(create("i", `swatch ${tint}${index + 1}`), create("span", "", level)));
+  const lines = create("span", "levels");
+  lines.append(create("i", "stroke prob"), create("span", "", t("probability")));
+  lines.append(create("i", "stroke entropy"), create("span", "", t("entropy")));
+  legend.replaceChildren(colors, lines);
 }
 
-// Chips
+// Tokens
 
-function makeChip(token) {
-  const chip = make("span", "token kind-" + token.kind, token.piece);
-  chip.setAttribute("role", "option");
-  chip.dataset.index = token.index;
-  if (token.forced) chip.classList.add("forced");
-  chip.addEventListener("click", () => choose(token.index, true));
-  return chip;
+function createToken(token) {
+  const node = create("span", "token kind-" + token.kind, token.piece);
+  node.setAttribute("role", "option");
+  node.dataset.index = token.index;
+  if (token.forced) node.classList.add("forced");
+  node.addEventListener("click", () => selectToken(token.index, true));
+  return node;
 }
 
 function describe(token) {
-  const said = t("token {number}, probability {percent} %, rank {rank}", {
+  const description = t("token {number}, probability {percent} %, rank {rank}", {
     number: token.index + 1, percent: (100 * token.prob).toFixed(1), rank: token.rank,
   });
-  return `${token.piece}: ${said}`;
+  return `${token.piece}: ${description}`;
 }
 
-function paintChip(chip, token) {
+function paintToken(node, token) {
   const { tint, level } = COLORINGS[coloring];
-  const tinted = level(token);
-  for (const name of ["warm", "cool"]) for (const step of [1, 2, 3]) chip.classList.remove(name + step);
-  if (tinted) chip.classList.add(tint + tinted);
-  chip.classList.toggle("marked", marked.includes(token.index));
-  chip.title = describe(token);
+  const tokenLevel = level(token);
+  for (const name of ["warm", "cool"]) for (const index of [1, 2, 3]) node.classList.remove(name + index);
+  if (tokenLevel) node.classList.add(tint + tokenLevel);
+  node.classList.toggle("highlighted", highlighted.includes(token.index));
+  node.title = describe(token);
 }
-const paintChips = () => tokens.forEach((token, index) => paintChip(strip.children[index], token));
+const paintTokens = () => tokens.forEach((token, index) => paintToken(strip.children[index], token));
 
-function addTokens(added) {
-  for (const token of added) {
-    const chip = makeChip(token);
-    paintChip(chip, token);
+function addTokens(newTokens) {
+  for (const token of newTokens) {
+    const node = createToken(token);
+    paintToken(node, token);
     tokens.push(token);
-    strip.append(chip);
+    strip.append(node);
   }
   part.dataset.text = tokens.map((token) => token.text).join("");
-  text.textContent = readable(part.dataset.text);
-  drawLine();
+  text.textContent = displayText(part.dataset.text);
+  drawCurves();
 }
 
-// Begin again with nothing. A person's choice stays when the same run is sent again.
-function empty(number) {
-  if (number !== run) {
-    follows = true;
-    // On a phone the buttons that begin a run are not where its answer is.
-    part.scrollIntoView({ block: "nearest" });
+// Remove all tokens. The selection is kept if the same run is sent again.
+function clear(newRun) {
+  if (newRun !== run) {
+    followsNewest = true;
+    part.scrollIntoView({ block: "nearest" }); // on a phone, the button that starts a run is off the answer
   }
-  run = number;
+  run = newRun;
   tokens = [];
-  shares = [];
-  marked = [];
+  imageShares = [];
+  highlighted = [];
   strip.replaceChildren();
   text.textContent = "";
   part.dataset.text = "";
-  if (!follows) return;
-  chosen = null;
-  publish("token", null);
+  if (!followsNewest) return;
+  selected = null;
+  publish("selected token", null);
 }
 
-function choose(index, byPerson, takesFocus = byPerson) {
+function selectToken(index, byUser, takesFocus = byUser) {
   if (index < 0 || index >= tokens.length) return;
-  if (byPerson) follows = false;
-  const before = strip.children[chosen];
-  if (before) {
-    before.setAttribute("aria-selected", "false");
-    before.tabIndex = -1;
+  if (byUser) followsNewest = false;
+  const previous = strip.children[selected];
+  if (previous) {
+    previous.setAttribute("aria-selected", "false");
+    previous.tabIndex = -1;
   }
-  chosen = index;
-  const chip = strip.children[index];
-  chip.setAttribute("aria-selected", "true");
-  chip.tabIndex = 0;
+  selected = index;
+  const node = strip.children[index];
+  node.setAttribute("aria-selected", "true");
+  node.tabIndex = 0;
   drawCursor();
-  publish("token", { run: run, count: tokens.length, soft_capped: softCapped, token: tokens[index] });
-  // Sizes are asked for when all is written, else the browser works them out for each part anew.
-  if (takesFocus) chip.focus({ preventScroll: true });
-  const bottom = chip.offsetTop + chip.offsetHeight + 4;
+  publish("selected token", { run: run, count: tokens.length, soft_capped: softCapped, token: tokens[index] });
+  // Read sizes after all parts have been written, so that the browser computes the layout once.
+  if (takesFocus) node.focus({ preventScroll: true });
+  const bottom = node.offsetTop + node.offsetHeight + 4;
   if (bottom > strip.scrollTop + strip.clientHeight) strip.scrollTop = bottom - strip.clientHeight;
-  else if (chip.offsetTop < strip.scrollTop) strip.scrollTop = chip.offsetTop - 4;
+  else if (node.offsetTop < strip.scrollTop) strip.scrollTop = node.offsetTop - 4;
 }
 
-const keys = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
+const OFFSETS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
 strip.addEventListener("keydown", (event) => {
-  if (event.key in keys) {
+  if (event.key in OFFSETS) {
     event.preventDefault();
-    choose(Math.min(tokens.length - 1, Math.max(0, (chosen ?? 0) + keys[event.key])), true);
+    selectToken(Math.min(tokens.length - 1, Math.max(0, (selected ?? 0) + OFFSETS[event.key])), true);
   } else if (event.key === "Enter" || event.key === " ") {
     event.preventDefault();
-    publish("to the candidates", chosen);
+    publish("focus candidates", selected);
   }
 });
 
-// The line
+// Curves
 
 const x = (index) => (tokens.length < 2 ? 300 : 10 + (580 * index) / (tokens.length - 1));
 
-function drawLine() {
-  const most = Math.max(1, ...tokens.map((token) => token.entropy));
-  const curve = (name, height) => {
+function drawCurves() {
+  const maxEntropy = Math.max(1, ...tokens.map((token) => token.entropy));
+  const createCurve = (name, height) => {
     const points = tokens.map((token, index) => `${x(index).toFixed(1)},${(46 - 42 * height(token)).toFixed(1)}`);
-    return svg("polyline", { class: name, points: points.join(" ") });
+    return createSvg("polyline", { class: name, points: points.join(" ") });
   };
-  line.replaceChildren(
-    svg("path", { class: "ground", d: "M0 46H600" }),
-    curve("entropy", (token) => token.entropy / most),
-    curve("prob", (token) => token.prob),
-    svg("path", { class: "cursor", d: "" }),
+  curves.replaceChildren(
+    createSvg("path", { class: "axis", d: "M0 46H600" }),
+    createCurve("entropy", (token) => token.entropy / maxEntropy),
+    createCurve("prob", (token) => token.prob),
+    createSvg("path", { class: "cursor", d: "" }),
   );
   drawCursor();
 }
 function drawCursor() {
-  const cursor = line.querySelector(".cursor");
-  if (cursor) cursor.setAttribute("d", chosen === null ? "" : `M${x(chosen).toFixed(1)} 2V46`);
+  const cursor = curves.querySelector(".cursor");
+  if (cursor) cursor.setAttribute("d", selected === null ? "" : `M${x(selected).toFixed(1)} 2V46`);
 }
-line.addEventListener("click", (event) => {
-  const frame = line.getBoundingClientRect();
-  const at = (600 * (event.clientX - frame.left)) / frame.width;
-  const nearest = tokens.reduce((best, _, index) => (Math.abs(x(index) - at) < Math.abs(x(best) - at) ? index : best), 0);
-  choose(nearest, true);
+curves.addEventListener("click", (event) => {
+  const frame = curves.getBoundingClientRect();
+  const position = (600 * (event.clientX - frame.left)) / frame.width;
+  const distance = (index) => Math.abs(x(index) - position);
+  selectToken(tokens.reduce((best, _, index) => (distance(index) < distance(best) ? index : best), 0), true);
 });
 
-// What comes in
+// Updates
 
 function update(value) {
-  if (value.start === 0) empty(value.run);
-  if (value.run !== run || value.start > tokens.length) return; // all of it was asked for again: see news.js
+  if (value.start === 0) clear(value.run);
+  if (value.run !== run || value.start > tokens.length) return; // an update was lost; page_update.js requests all parts
   softCapped = value.soft_capped;
   addTokens(value.tokens.slice(tokens.length - value.start));
   part.setAttribute("aria-busy", String(!value.done));
-  drawEmpty();
+  drawPlaceholder();
   text.setAttribute("aria-live", value.done ? "polite" : "off");
-  if (tokens.length) choose(follows ? tokens.length - 1 : Math.min(chosen ?? 0, tokens.length - 1), false);
+  if (tokens.length) selectToken(followsNewest ? tokens.length - 1 : Math.min(selected ?? 0, tokens.length - 1), false);
   text.scrollTop = text.scrollHeight;
-  if (value.done) askForShares();
+  if (value.done) requestImageShares();
 }
 
-subscribe("move", (by) => choose((chosen ?? 0) + by, true, false));
-subscribe("marked tokens", (indices) => {
-  marked = indices;
-  paintChips();
+subscribe("move selection", (offset) => selectToken((selected ?? 0) + offset, true, false));
+subscribe("select token", (index) => selectToken(index, true));
+subscribe("highlight tokens", (indices) => {
+  highlighted = indices;
+  paintTokens();
 });
-subscribe("shares", (value) => {
+subscribe("image shares", (value) => {
   if (!value || value.run !== run) return;
-  shares = value.shares;
-  paintChips();
+  imageShares = value.shares;
+  paintTokens();
 });
-subscribe("choose token", (index) => choose(index, true));
 subscribe("language", () => {
-  drawWords();
-  paintChips();
+  drawLabels();
+  paintTokens();
 });
 subscribe("new token_strip", update);
-drawLine();
+drawCurves();

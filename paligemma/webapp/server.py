@@ -90,7 +90,7 @@ def _head() -> str:
     messages_text = json.dumps(json.loads((page / "messages.json").read_text(encoding="utf-8")), ensure_ascii=False)
     messages_text = messages_text.replace("<", "\\u003c")  # a message must not close the script element
     script = (page / "page.js").read_text(encoding="utf-8")
-    return f"<script>window.paligemmaWords = {messages_text};\n{script}</script>"
+    return f"<script>window.paligemmaMessages = {messages_text};\n{script}</script>"
 
 
 def server_settings(served_models: ServedModels) -> dict[str, Any]:
