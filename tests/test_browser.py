@@ -1,4 +1,4 @@
-"""What a person does on the page, in headless Chromium, with a scripted model of 100 ms a token."""
+"""User actions on the page, in headless Chromium, with a scripted model that takes 100 ms per token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paligemma.webapp import server, ui
 from paligemma.webapp.served_models import ServedModel
 
 pytestmark = pytest.mark.browser
-# Generous, for machines that have other things to do.
+# Long, for machines under load.
 TIMEOUT_MS = int(os.environ.get("BROWSER_TIMEOUT_S", "60")) * 1000
 
 HOSTILE = (
@@ -33,7 +33,7 @@ HOSTILE = (
 )
 PIECES = ("▁a", "▁cat", "\n", *HOSTILE)
 SHOWN = ["␣a", "␣cat", "↵", *(piece.replace(" ", "␣") for piece in HOSTILE), "<eos>"]
-# A box from a quarter to three quarters, both ways, with a hostile label, and one that lacks a location.
+# A box from 1/4 to 3/4 of both sides with a hostile label, and an object with one location token.
 BOXES = ("<loc0256>", "<loc0256>", "<loc0768>", "<loc0768>", *HOSTILE[:1], "▁;", "<loc0001>", "▁dog", *["▁and"] * 8)
 
 
@@ -47,13 +47,13 @@ def url(model) -> Iterator[str]:
     decoder = paths.ASSETS / "demo" / "mask_decoder.safetensors"
     served_model = ServedModel("scripted <b>model</b>", lambda progress: model, [decoder])
     served_model.start()
-    looking = (lens.inspect, lens.image_shares)
+    originals = (lens.inspect, lens.image_shares)
     lens.inspect, lens.image_shares = fake_inspection, fake_image_shares
     blocks = ui.build_app(served_model)
     server.launch(blocks, prevent_thread_lock=True, quiet=True)
     yield blocks.local_url
     blocks.close()
-    lens.inspect, lens.image_shares = looking
+    lens.inspect, lens.image_shares = originals
 
 
 def open_page(browser, url, width: int = 1280, **settings):
@@ -67,28 +67,28 @@ def open_page(browser, url, width: int = 1280, **settings):
 
 @pytest.fixture
 def page(browser, url, picture_file) -> Iterator:
-    """The page with a picture in it. No dialog and no script error may appear on it."""
+    """The page with an image. No dialog and no script error may appear."""
     page = open_page(browser, url, color_scheme="light")
-    alarms: list[str] = []
-    page.on("dialog", lambda dialog: (alarms.append(dialog.message), dialog.dismiss()))
-    page.on("pageerror", lambda error: alarms.append(str(error)))
+    problems: list[str] = []
+    page.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
+    page.on("pageerror", lambda error: problems.append(str(error)))
     page.set_input_files("#image input[type=file]", str(picture_file))
     page.wait_for_selector("#image-view .figure img")
     yield page
     page.close()
-    assert not alarms
+    assert not problems
 
 
 def run(page, prompt: str = "detect cat") -> None:
     page.fill("#prompt textarea", prompt)
     page.evaluate(
-        """() => {  // noticed by the page itself: it may be over before anybody asks
+        """() => {  // observed by the page itself, because the run may end before the test checks
           window.wasBusy = false;
           const observer = new MutationObserver((changes) => {
             window.wasBusy ||= changes.some((change) => /busy/.test(change.oldValue + change.target.className));
           });
-          const line = document.querySelector("#status .status");
-          observer.observe(line, { attributeFilter: ["class"], attributeOldValue: true });
+          const status = document.querySelector("#status .status");
+          observer.observe(status, { attributeFilter: ["class"], attributeOldValue: true });
         }"""
     )
     page.press("#prompt textarea", "Enter")
@@ -99,7 +99,7 @@ def wait_until_done(page) -> None:
     page.wait_for_selector("#status .status.done")
 
 
-def run_to_the_end(page, prompt: str = "detect cat") -> None:
+def run_until_done(page, prompt: str = "detect cat") -> None:
     run(page, prompt)
     wait_until_done(page)
 
@@ -108,7 +108,7 @@ def pieces(page) -> list[str]:
     return page.locator("#token-strip .token").all_text_contents()
 
 
-def chosen(page) -> str:
+def selected_token(page) -> str:
     return page.inner_text("#candidates .header strong")
 
 
@@ -116,12 +116,13 @@ def wait_for_tokens(page, count: int) -> None:
     page.wait_for_function(f"document.querySelectorAll('#token-strip .token').length >= {count}")
 
 
-def test_enter_runs_and_chips_and_candidates_appear_one_by_one(page, model):
+def test_enter_starts_a_run_that_streams_tokens_and_candidates(page, model):
     page.evaluate(
         """() => {
-          window.heads = [];
-          const seen = () => window.heads.push(document.querySelector("#candidates .header strong")?.textContent);
-          new MutationObserver(seen).observe(document.querySelector("#candidates"), { childList: true, subtree: true });
+          window.titles = [];
+          const table = document.querySelector("#candidates");
+          const record = () => window.titles.push(table.querySelector(".header strong")?.textContent);
+          new MutationObserver(record).observe(table, { childList: true, subtree: true });
         }"""
     )
     run(page)
@@ -132,25 +133,27 @@ def test_enter_runs_and_chips_and_candidates_appear_one_by_one(page, model):
     assert model.requests[-1]["prompt"] == "detect cat"
     assert pieces(page) == SHOWN
     assert page.inner_text("#token-strip .text").endswith("&lt;")
-    numbers = [int(head.split()[1]) for head in page.evaluate("heads") if head]
+    numbers = [int(title.split()[1]) for title in page.evaluate("titles") if title]
     assert numbers == sorted(numbers) and len(set(numbers)) > 3
-    assert chosen(page).startswith(f"Token {len(SHOWN)} of {len(SHOWN)}: <eos>")
+    assert selected_token(page).startswith(f"Token {len(SHOWN)} of {len(SHOWN)}: <eos>")
 
 
-def test_nothing_jumps_while_the_answer_grows(page):
+def test_layout_is_stable_while_the_answer_grows(page):
     run(page)
     wait_for_tokens(page, 1)
-    tops = "['#token-strip .curves', '#candidates table'].map((part) => document.querySelector(part).getBoundingClientRect().top)"
+    tops = """['#token-strip .curves', '#candidates table'].map(
+        (selector) => document.querySelector(selector).getBoundingClientRect().top
+    )"""
     before = page.evaluate(tops)
     wait_until_done(page)
     assert page.evaluate(tops) == before
 
 
-def test_text_of_a_model_or_a_person_stays_text(page):
-    run_to_the_end(page, "${alert(1)} <img src=x onerror=alert(1)> {{constructor}}")
+def test_model_output_and_prompts_are_never_rendered_as_html(page):
+    run_until_done(page, "${alert(1)} <img src=x onerror=alert(1)> {{constructor}}")
     for index, text in enumerate(SHOWN):
         page.click(f"#token-strip .token[data-index='{index}']")
-        assert chosen(page).startswith(f"Token {index + 1} of {len(SHOWN)}: {text}")
+        assert selected_token(page).startswith(f"Token {index + 1} of {len(SHOWN)}: {text}")
         assert page.locator("#candidates tbody td.text").first.text_content() == text
     page.click("#tab-panel-runs")
     assert "<img src=x onerror=alert(1)>" in page.inner_text("#runs")
@@ -158,31 +161,31 @@ def test_text_of_a_model_or_a_person_stays_text(page):
     assert "scripted <b>model</b>" in page.inner_text("#badge")
 
 
-def test_tokens_are_chosen_with_the_keyboard_and_on_the_line(page):
-    run_to_the_end(page)
+def test_tokens_are_selected_with_the_keyboard_and_on_the_curves(page):
+    run_until_done(page)
     page.click("#token-strip .token[data-index='1']")
     last = len(SHOWN)
     for key, number in (("ArrowRight", 3), ("End", last), ("ArrowLeft", last - 1), ("Home", 1)):
         page.keyboard.press(key)
-        assert chosen(page).startswith(f"Token {number} ")
+        assert selected_token(page).startswith(f"Token {number} ")
         assert page.locator("#token-strip [aria-selected=true]").get_attribute("tabindex") == "0"
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.className").endswith("branch")
-    line = page.locator("#token-strip .curves")
-    line.click(position={"x": line.bounding_box()["width"] - 12, "y": 20})
-    assert chosen(page).startswith(f"Token {last} ")
-    for way in ("entropy", "rank", "probability"):
-        page.select_option("#token-strip .header select", way)
-        assert page.input_value("#token-strip .header select") == way
+    curves = page.locator("#token-strip .curves")
+    curves.click(position={"x": curves.bounding_box()["width"] - 12, "y": 20})
+    assert selected_token(page).startswith(f"Token {last} ")
+    for coloring in ("entropy", "rank", "probability"):
+        page.select_option("#token-strip .header select", coloring)
+        assert page.input_value("#token-strip .header select") == coloring
 
 
-def test_the_focus_stays_in_its_place_when_a_part_is_drawn_anew(page):
-    run_to_the_end(page)
+def test_focus_is_kept_when_a_part_is_redrawn(page):
+    run_until_done(page)
     page.click("#token-strip .token[data-index='1']")
     page.focus("#candidates .pager button:last-child")
     for number in (3, 4):
         page.keyboard.press("Enter")
-        assert chosen(page).startswith(f"Token {number} ")
+        assert selected_token(page).startswith(f"Token {number} ")
     page.click("#tab-panel-attention")
     page.focus("#attention .inspect")
     page.keyboard.press("Enter")
@@ -198,25 +201,25 @@ def test_the_focus_stays_in_its_place_when_a_part_is_drawn_anew(page):
         assert page.evaluate("(part) => document.querySelector(part) === document.activeElement", part)
 
 
-def test_the_chosen_row_and_its_numbers_are_the_step_s(page, url):
-    run_to_the_end(page)
+def test_candidate_table_shows_the_numbers_of_the_step(page, url):
+    run_until_done(page)
     image = str(Path(paths.ASSETS / "examples" / "garden.png"))
     job = Client(url, verbose=False).submit(image=handle_file(image), prompt="detect cat", api_name="/generate")
     steps = [event["step"] for event in job if event["step"]]
     for index in (0, 4):
         page.click(f"#token-strip .token[data-index='{index}']")
-        grounds = page.locator("#candidates tr.chosen td").evaluate_all(
+        backgrounds = page.locator("#candidates tr.chosen td").evaluate_all(
             "cells => cells.map((cell) => getComputedStyle(cell).backgroundColor)"
         )
-        assert len(set(grounds)) == 1
+        assert len(set(backgrounds)) == 1
         cells = page.locator("#candidates tr.chosen td").all_text_contents()
         assert cells[2:4] == [str(steps[index]["token_id"]), f"{steps[index]['logit']:.2f}"]
         ids = page.locator("#candidates tbody td:nth-child(3)").all_text_contents()
         assert ids == [str(candidate["token_id"]) for candidate in steps[index]["top"]]
 
 
-def test_a_branch_is_answered_anew_and_both_runs_stay(page, model):
-    run_to_the_end(page)
+def test_branch_regenerates_the_answer_and_keeps_both_runs(page, model):
+    run_until_done(page)
     page.click("#token-strip .token[data-index='1']")
     page.click("#candidates tbody tr:nth-child(3) .branch")
     page.wait_for_selector("#status .status.busy")
@@ -224,24 +227,24 @@ def test_a_branch_is_answered_anew_and_both_runs_stay(page, model):
     assert model.requests[-1]["forced_ids"] == (0, 12)
     assert pieces(page) == [SHOWN[0], "␣else", *SHOWN[2:]]
     page.click("#token-strip .token[data-index='0']")
-    assert "taken over" in page.inner_text("#candidates .header")
+    assert "copied from the parent run" in page.inner_text("#candidates .header")
     page.click("#token-strip .token[data-index='1']")
-    assert "chosen by hand" in page.inner_text("#candidates .header")
+    assert "selected manually" in page.inner_text("#candidates .header")
     assert page.locator("#candidates tr.chosen td").nth(2).inner_text() == "12"
     page.click("#tab-panel-runs")
-    for tick in page.locator("#runs input[type=checkbox]").all():
-        tick.check()
+    for checkbox in page.locator("#runs input[type=checkbox]").all():
+        checkbox.check()
     page.wait_for_selector("#runs .comparison")
     assert page.locator("#runs .different").all_text_contents() == ["␣cat", "␣else"]
     page.click("#runs .tree li:first-child .run")
     page.wait_for_function("document.querySelectorAll('#token-strip .token')[1].textContent === '␣cat'")
-    page.wait_for_selector("#runs .comparison")  # side by side they stay
+    page.wait_for_selector("#runs .comparison")  # the comparison is kept
     page.evaluate("document.querySelector('#runs .comparison').dataset.old = ''")
-    page.click("#runs .tree li:first-child .run")  # which is there already
+    page.click("#runs .tree li:first-child .run")  # already shown
     page.wait_for_selector("#runs .comparison:not([data-old])")
 
 
-def test_one_step_at_a_time(page):
+def test_step_generates_one_token(page):
     page.fill("#prompt textarea", "caption en")
     for count in (1, 2, 3):
         page.click("#step")
@@ -251,14 +254,14 @@ def test_one_step_at_a_time(page):
 
 
 @pytest.mark.parametrize("width", [1280, 800, 390])
-def test_a_box_is_drawn_in_its_place_at_every_width(browser, url, picture_file, model, monkeypatch, width):
+def test_box_position_at_every_width(browser, url, picture_file, model, monkeypatch, width):
     monkeypatch.setattr(model, "pieces", (*BOXES, "<eos>"))
     page = open_page(browser, url, width)
     page.set_input_files("#image input[type=file]", str(picture_file))  # 64 x 48: not square
     page.wait_for_selector("#image-view .figure img")
     run(page)
     page.wait_for_selector("#image-view .box")
-    assert page.locator("#status .status.busy").count() == 1  # as soon as it is complete
+    assert page.locator("#status .status.busy").count() == 1  # drawn before the answer is complete
     wait_until_done(page)
     image, box = (page.locator(part).bounding_box() for part in ("#image-view .figure img", "#image-view .box"))
     assert image["width"] / image["height"] == pytest.approx(64 / 48, rel=0.02)
@@ -278,18 +281,18 @@ def test_a_box_is_drawn_in_its_place_at_every_width(browser, url, picture_file, 
     page.close()
 
 
-def test_sixteen_codes_are_drawn_as_a_mask_in_their_box(page, model, monkeypatch):
+def test_mask_tokens_are_drawn_as_a_mask_in_their_box(page, model, monkeypatch):
     monkeypatch.setattr(model, "pieces", (*BOXES[:4], *["<seg010>"] * 16, "▁cat", "<eos>"))
     monkeypatch.setattr(model, "seconds_per_token", 0.0)
-    run_to_the_end(page, "segment cat")
+    run_until_done(page, "segment cat")
     mask = page.locator("#image-view .box .mask")
     assert mask.evaluate("node => getComputedStyle(node).maskImage").startswith('url("data:image/png')
     box, drawn = (page.locator(part).bounding_box() for part in ("#image-view .box", "#image-view .box .mask"))
     assert drawn["width"] == pytest.approx(box["width"], abs=5) and drawn["x"] == pytest.approx(box["x"], abs=5)
 
 
-def test_attention_is_drawn_over_the_right_patch(page):
-    run_to_the_end(page)
+def test_attention_is_drawn_on_the_right_patch(page):
+    run_until_done(page)
     page.click("#token-strip .token[data-index='6']")
     page.click("#tab-panel-attention")
     page.click("#attention .inspect")
@@ -311,36 +314,36 @@ def test_attention_is_drawn_over_the_right_patch(page):
     page.wait_for_selector("#token-strip .token.cool2")
     page.evaluate("document.querySelectorAll('#token-strip .token').forEach((token) => (token.dataset.old = ''))")
     page.click("#tab-panel-runs")
-    page.click("#runs .current .run")  # shown again, it is colored again
+    page.click("#runs .current .run")  # shown again, with the same coloring
     page.wait_for_selector("#token-strip .token.cool2:not([data-old])")
-    run(page, "detect dog")  # the next answer is colored so too
+    run(page, "detect dog")  # the next answer has the same coloring
     wait_for_tokens(page, len(SHOWN))
     page.wait_for_function(f"document.querySelectorAll('#token-strip .token.cool2').length === {len(SHOWN)}")
 
 
-def test_a_layer_that_another_model_lacks_is_chosen_no_more(page, model, monkeypatch):
+def test_layer_selection_is_reset_for_a_smaller_model(page, model, monkeypatch):
     monkeypatch.setattr(model, "seconds_per_token", 0.0)
-    run_to_the_end(page)
+    run_until_done(page)
     page.click("#tab-panel-attention")
     page.click("#attention .inspect")
     for place in (0, 1):
         page.select_option(f"#attention select >> nth={place}", "1")
 
-    def look_into_a_smaller_model(*arguments):
+    def inspect_smaller_model(*arguments):
         found = fake_inspection(*arguments)
         return replace(found, attention=found.attention[:1, :1], image_share=found.image_share[:1, :1])
 
-    monkeypatch.setattr(lens, "inspect", look_into_a_smaller_model)
+    monkeypatch.setattr(lens, "inspect", inspect_smaller_model)
     page.click("#token-strip .token[data-index='2']")
     page.click("#attention .inspect")
     page.wait_for_selector("#attention .patches")
     assert [page.input_value(f"#attention select >> nth={place}") for place in (0, 1)] == ["-1", "-1"]
 
 
-def test_a_newly_chosen_picture_gets_no_boxes_of_the_answer_about_another(page, model, monkeypatch):
+def test_new_image_does_not_show_boxes_of_the_previous_answer(page, model, monkeypatch):
     monkeypatch.setattr(model, "pieces", (*BOXES, "<eos>"))
     monkeypatch.setattr(model, "seconds_per_token", 0.0)
-    run_to_the_end(page)
+    run_until_done(page)
     page.wait_for_selector("#image-view .box")
     requested_image = page.get_attribute("#image-view .figure img", "src")
     page.click("#image-view .change")
@@ -349,7 +352,7 @@ def test_a_newly_chosen_picture_gets_no_boxes_of_the_answer_about_another(page, 
     page.wait_for_selector("#image-view .figure img")
     assert page.locator("#image-view .box").count() == 0
     page.click("#tab-panel-attention")
-    page.click("#attention .inspect")  # the answer is still the one about the other picture
+    page.click("#attention .inspect")  # the answer is still about the first image
     page.wait_for_selector("#attention .patches")
     assert page.get_attribute("#attention .figure img", "src") == requested_image
     page.click("#tab-panel-runs")
@@ -358,47 +361,47 @@ def test_a_newly_chosen_picture_gets_no_boxes_of_the_answer_about_another(page, 
     assert page.get_attribute("#image-view .figure img", "src") == requested_image
 
 
-def test_what_was_shown_before_is_shown_again(browser, url, model, monkeypatch):
+def test_earlier_runs_and_examples_are_shown_again(browser, url, model, monkeypatch):
     monkeypatch.setattr(model, "seconds_per_token", 0.0)
     page = open_page(browser, url)
     page.click("#tab-panel-runs")
-    assert page.inner_text("#runs").startswith("The last 20 runs stay here")
+    assert page.inner_text("#runs").startswith("Your last 20 runs are listed here")
     sources = []
     for count in (1, 2):
         run_example(page, count, count)
         sources.append(page.get_attribute("#image-view .figure img", "src"))
     page.click("#runs .tree li:first-child .run")
-    wait_for_picture(page, sources[0])
+    wait_for_image(page, sources[0])
     page.evaluate(
         """() => {
-          window.said = [];
-          const note = () => window.said.push(document.querySelector("#status .message").textContent);
-          new MutationObserver(note).observe(document.querySelector("#status .message"), { childList: true });
+          window.statuses = [];
+          const record = () => window.statuses.push(document.querySelector("#status .message").textContent);
+          new MutationObserver(record).observe(document.querySelector("#status .message"), { childList: true });
         }"""
     )
     run_example(page, 2, 3)
-    wait_for_picture(page, sources[1])
-    assert any(text.startswith("Waiting for its turn") for text in page.evaluate("said"))
+    wait_for_image(page, sources[1])
+    assert any(text.startswith("Queued") for text in page.evaluate("statuses"))
     page.click("#image-view .change")
     page.wait_for_function("!document.body.classList.contains('has-image')")
     run_example(page, 2, 4)
-    wait_for_picture(page, sources[1])
+    wait_for_image(page, sources[1])
     page.close()
 
 
-def run_example(page, place: int, count_after: int) -> None:
-    page.click(f"#example-chips .chip >> nth={place}")
-    page.wait_for_function(f"document.querySelectorAll('#runs .tree li').length === {count_after}")
+def run_example(page, index: int, num_runs: int) -> None:
+    page.click(f"#example-chips .chip >> nth={index}")
+    page.wait_for_function(f"document.querySelectorAll('#runs .tree li').length === {num_runs}")
     wait_until_done(page)
 
 
-def wait_for_picture(page, source: str) -> None:
+def wait_for_image(page, source: str) -> None:
     page.wait_for_function("(src) => document.querySelector('#image-view .figure img')?.src === src", arg=source)
 
 
-def test_an_answer_is_copied_also_where_there_is_no_clipboard(page, model, monkeypatch):
+def test_answer_is_copied_without_the_clipboard_api(page, model, monkeypatch):
     monkeypatch.setattr(model, "seconds_per_token", 0.0)
-    run_to_the_end(page)
+    run_until_done(page)
     page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
     page.click("#token-strip .copy")
     page.wait_for_function("document.querySelector('#token-strip .copy').textContent === 'Copied'")
@@ -409,7 +412,7 @@ def test_an_answer_is_copied_also_where_there_is_no_clipboard(page, model, monke
 
 
 def set_temperature(page, value: str) -> None:
-    """Write it until the slider beside it shows it: the part builds itself as it opens, and may overwrite it."""
+    """Fill in the field until its slider has the value, because Gradio may overwrite a field that has just opened."""
     slider = page.locator("#decoding input[type=range]").nth(1)
     for _ in range(50):
         page.fill("#decoding input[type=number] >> nth=1", value)
@@ -417,21 +420,21 @@ def set_temperature(page, value: str) -> None:
         page.wait_for_timeout(100)
         if slider.input_value() == value:
             return
-    pytest.fail(f"the temperature stays {slider.input_value()}")
+    pytest.fail(f"the temperature is {slider.input_value()}")
 
 
-def test_without_a_seed_every_run_gets_a_fresh_one(page, model):
+def test_empty_seed_is_random_for_each_run(page, model):
     page.click("#decoding button")
     set_temperature(page, "0.7")
     assert page.get_by_label("Seed").input_value() == ""
     for seed in ("", "", "7"):
         page.get_by_label("Seed").fill(seed)
-        run_to_the_end(page)
+        run_until_done(page)
     first, second, third = (request["seed"] for request in model.requests[-3:])
     assert first != second and third == 7 and model.requests[-1]["temperature"] == 0.7
 
 
-def test_stop_ends_the_run_and_keeps_what_was_written(page):
+def test_stop_ends_the_run_and_keeps_its_tokens(page):
     run(page)
     wait_for_tokens(page, 3)
     composing = "new KeyboardEvent('keydown', { key: 'Escape', isComposing: true, bubbles: true })"
@@ -442,7 +445,7 @@ def test_stop_ends_the_run_and_keeps_what_was_written(page):
     assert 3 <= len(pieces(page)) < len(SHOWN)
 
 
-def test_run_begins_anew_at_once_while_a_run_is_under_way(page, model, monkeypatch):
+def test_run_replaces_a_run_in_progress(page, model, monkeypatch):
     monkeypatch.setattr(model, "seconds_per_token", 1.0)
     run(page, "detect one")
     wait_for_tokens(page, 2)
@@ -455,19 +458,19 @@ def test_run_begins_anew_at_once_while_a_run_is_under_way(page, model, monkeypat
     assert pieces(page) == SHOWN
 
 
-def test_a_bad_request_is_a_line_of_the_page(page):
-    run_to_the_end(page)
+def test_bad_request_is_shown_as_status(page):
+    run_until_done(page)
     page.click("#image-view .change")
     page.wait_for_selector("#image input[type=file]", state="attached")
     page.wait_for_function("!document.body.classList.contains('has-image')")
     page.click("#run")
     page.wait_for_selector("#status .status.error")
     assert page.inner_text("#status") == "Choose an image first."
-    assert pieces(page) == SHOWN  # the last answer stays
+    assert pieces(page) == SHOWN  # the last answer is kept
 
 
-def test_a_run_is_exported_and_imported(page, browser, url, tmp_path):
-    run_to_the_end(page)
+def test_run_is_exported_and_imported(page, browser, url, tmp_path):
+    run_until_done(page)
     page.click("#tab-panel-runs")
     with page.expect_download() as download:
         page.click("#export")
@@ -476,7 +479,7 @@ def test_a_run_is_exported_and_imported(page, browser, url, tmp_path):
     other.click("#tab-panel-runs")
     other.set_input_files("input[type=file][accept*=json]", str(tmp_path / "run.json"))
     wait_for_tokens(other, len(SHOWN))
-    assert pieces(other) == SHOWN and "from a file" in other.inner_text("#runs")
+    assert pieces(other) == SHOWN and "imported" in other.inner_text("#runs")
     other.wait_for_selector("#image-view .figure img")
     (tmp_path / "bad.json").write_text('{"format": "<img src=x onerror=alert(1)>"}')
     other.set_input_files("input[type=file][accept*=json]", str(tmp_path / "bad.json"))
@@ -485,7 +488,7 @@ def test_a_run_is_exported_and_imported(page, browser, url, tmp_path):
     other.close()
 
 
-def test_an_example_and_a_task_chip_fill_the_form_in(browser, url, model):
+def test_example_and_task_chip_fill_in_the_form(browser, url, model):
     page = open_page(browser, url)
     page.click("#example-chips .chip >> nth=1")
     page.wait_for_selector("#image-view .figure img")
@@ -499,34 +502,39 @@ def test_an_example_and_a_task_chip_fill_the_form_in(browser, url, model):
 
 
 @pytest.mark.parametrize("locale", ["zh-CN", "zh"])
-def test_a_chinese_browser_gets_chinese_and_can_choose(browser, url, locale):
+def test_chinese_browser_gets_chinese_and_can_switch(browser, url, locale):
     page = open_page(browser, url, locale=locale)
     assert page.inner_text("#run") == "运行" and page.inner_text("#token-strip h2") == "回答"
     assert page.evaluate("document.documentElement.lang") == "zh-CN"
-    names = page.locator("#image button").evaluate_all("all => all.map((one) => one.getAttribute('aria-label'))")
+    names = page.locator("#image button").evaluate_all(
+        "buttons => buttons.map((button) => button.getAttribute('aria-label'))"
+    )
     assert names and all(re.search("[一-龥]", name) for name in names)
-    text_file = {"name": "a.png", "mimeType": "image/png", "buffer": b"no picture"}
+    text_file = {"name": "a.png", "mimeType": "image/png", "buffer": b"no image"}
     page.set_input_files("#image input[type=file]", text_file)
     page.wait_for_selector("#status .status.error")
-    assert page.inner_text("#status").startswith("这个文件不是可以读取的图片（JPEG")
+    image_error = page.inner_text("#status")
+    assert image_error.startswith("不支持的图片格式") and "JPEG" in image_error
     page.click("#tab-panel-runs")
-    endless = {"name": "a.json", "mimeType": "", "buffer": b'{"a": Infinity}'}
-    page.set_input_files("input[type=file][accept*=json]", endless)
-    page.wait_for_function("document.querySelector('#status .message').textContent.startsWith('服务器的说明（英文）')")
+    infinite = {"name": "a.json", "mimeType": "", "buffer": b'{"a": Infinity}'}
+    page.set_input_files("input[type=file][accept*=json]", infinite)
+    page.wait_for_function("(text) => document.querySelector('#status .message').textContent !== text", arg=image_error)
+    assert re.search("[一-龥]", page.inner_text("#status"))
     page.click("#preferences [lang=en]")
     assert page.inner_text("#run") == "Run" and page.inner_text("#tab-panel-runs") == "Runs"
+    assert not re.search("[一-龥]", page.inner_text("#status"))
     page.reload()
     page.wait_for_selector("#badge .status.done")
-    assert page.inner_text("#run") == "Run"  # the choice is kept
+    assert page.inner_text("#run") == "Run"  # the choice is stored
     page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_fits_a_phone_and_follows_the_scheme(browser, url, picture_file, scheme):
+def test_page_fits_a_phone_in_both_color_schemes(browser, url, picture_file, scheme):
     page = open_page(browser, url, 390, color_scheme=scheme)
     page.set_input_files("#image input[type=file]", str(picture_file))
     page.wait_for_selector("#image-view .figure img")
-    run_to_the_end(page)
+    run_until_done(page)
     for panel in ("objects", "attention", "runs", "candidates"):
         page.click(f"#tab-panel-{panel}")
         assert page.evaluate("document.documentElement.scrollWidth") == 390
@@ -536,20 +544,20 @@ def test_the_page_fits_a_phone_and_follows_the_scheme(browser, url, picture_file
     page.close()
 
 
-def test_long_words_do_not_widen_the_page(browser, url, picture_file, model, monkeypatch):
-    at_the_right_edge = ("<loc0256>", "<loc0900>", "<loc0768>", "<loc1000>")
-    monkeypatch.setattr(model, "pieces", (*at_the_right_edge, "▁" + "w" * 80, "<eos>"))
+def test_long_words_do_not_stretch_the_page(browser, url, picture_file, model, monkeypatch):
+    right_edge = ("<loc0256>", "<loc0900>", "<loc0768>", "<loc1000>")
+    monkeypatch.setattr(model, "pieces", (*right_edge, "▁" + "w" * 80, "<eos>"))
     page = open_page(browser, url, 390)
     page.set_input_files("#image input[type=file]", str(picture_file))
     page.wait_for_selector("#image-view .figure img")
     for letter in "ab":
-        run_to_the_end(page, "detect " + letter * 200)
+        run_until_done(page, "detect " + letter * 200)
     page.click("#tab-panel-objects")
     page.wait_for_selector("#objects tbody")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     page.click("#tab-panel-runs")
-    for tick in page.locator("#runs input[type=checkbox]").all():
-        tick.check()
+    for checkbox in page.locator("#runs input[type=checkbox]").all():
+        checkbox.check()
     page.wait_for_selector("#runs .comparison")
     assert page.locator("#image-view .box b").count() == 1
     assert page.evaluate("document.documentElement.scrollWidth") == 390
@@ -564,7 +572,7 @@ def is_dark(page) -> bool:
     return ink > paper
 
 
-def test_an_update_that_is_lost_is_had_again(page):
+def test_lost_update_is_requested_again(page):
     page.evaluate(
         """() => {
           const parse = JSON.parse;
@@ -575,6 +583,6 @@ def test_an_update_that_is_lost_is_had_again(page):
           };
         }"""
     )
-    run_to_the_end(page)
+    run_until_done(page)
     assert page.evaluate("window.isLost")
     assert pieces(page) == SHOWN
