@@ -245,13 +245,13 @@ def test_the_page_shows_the_queue_position_and_a_full_queue(browser, picture_fil
         running.click("#run")
         running.wait_for_selector("#token-strip .token")
         waiting.click("#run")
-        waiting.wait_for_function("document.querySelector('#status .words').textContent.includes('place 1 of 1')")
+        waiting.wait_for_function("document.querySelector('#status .message').textContent.includes('position 1 of 1')")
         rejected.click("#run")
         rejected.wait_for_selector("#status .status.error")
-        assert rejected.inner_text("#status .words") == messages.QUEUE_FULL
+        assert rejected.inner_text("#status .message") == messages.QUEUE_FULL
         running.close()  # stops its run
         waiting.wait_for_selector("#token-strip .token")
-        assert "place" not in waiting.inner_text("#status .words")
+        assert "position" not in waiting.inner_text("#status .message")
         waiting.close()
         rejected.close()
 
