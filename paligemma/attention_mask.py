@@ -1,4 +1,4 @@
-"""Attention masks: which keys each query sees, and the additive form that attention scores need.
+"""Attention masks: bool masks (which keys a query sees) and the additive masks made of them.
 
 Axes: B batch, T queries (new tokens), S keys (cached and new tokens). The queries are the last T of the S tokens.
 """
@@ -24,7 +24,7 @@ def prefix_lm_visible(query_types: Tensor, key_types: Tensor, window: int | None
 
     Args:
         query_types: (B, T), `PREFIX` or `SUFFIX`. key_types: (B, S), likewise.
-        window: number of latest tokens, itself included, that a suffix token sees; None: all. The prefix is unlimited.
+        window: number of tokens that a suffix token sees, itself included; None: all. Prefix tokens ignore it.
 
     Returns:
         bool, (B, 1, T, S).
@@ -39,7 +39,7 @@ def prefix_lm_visible(query_types: Tensor, key_types: Tensor, window: int | None
 
 
 def within_window(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
-    """Whether each key is fewer than `window` positions before its query: bool, (T, S)."""
+    """Return which keys are fewer than `window` positions before their query: bool, (T, S)."""
     positions = torch.arange(num_keys, device=device)
     return positions > positions[num_keys - num_queries :, None] - window
 

@@ -191,10 +191,10 @@ class GemmaLayer(nn.Module):
         self.input_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def attention_weights(
+    def last_attention_weights(
         self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, num_queries: int
     ) -> Tensor:
-        """Attention weights of the last `num_queries` tokens, without a cache; other arguments as for `forward`.
+        """Compute the attention weights of the last `num_queries` tokens, without a cache; see `forward` for the rest.
 
         Returns:
             float32, (B, H, num_queries, T).
@@ -290,7 +290,7 @@ class GemmaModel(nn.Module):
 
 
 class DecoderOutput(TypedDict, total=False):
-    """The output of a forward pass, a plain dict."""
+    """Output dict of a forward pass."""
 
     logits: Tensor  # float32, (B, T or logits_to_keep, vocab)
     kv_cache: KVCache  # if one was given
@@ -322,8 +322,7 @@ class GemmaForCausalLM(nn.Module):
             logits_to_keep: number of last positions to compute; 0: all.
 
         Returns:
-            float32, (B, T or logits_to_keep, vocab). Gemma 2 soft-caps them to (-cap, cap), cap being
-            `final_logit_softcapping`.
+            float32, (B, T or logits_to_keep, vocab); Gemma 2's are soft-capped by `final_logit_softcapping`.
         """
         if logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be >= 0 (0 = all positions), got {logits_to_keep}.")
@@ -364,7 +363,7 @@ class GemmaForCausalLM(nn.Module):
 
         Args:
             attention_mask: additive, (B or 1, 1, T, S); None: every query sees every key, as in a prefix or for a
-                single new token. New tokens that follow cached ones are limited to the sliding window as well.
+                single new token. With cached tokens, layers with a sliding window are limited to it in addition.
             inputs_embeds: (B, T, hidden), from `get_input_embeddings`, not scaled.
             kv_cache, position_ids, logits_to_keep: as for `decode`.
         """

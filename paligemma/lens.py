@@ -123,7 +123,7 @@ def image_shares(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: Seq
     shares = []
 
     def observe_layer(layer: GemmaLayer, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> None:
-        weights = layer.attention_weights(hidden, rotary, mask, num_queries=len(token_ids))[0]
+        weights = layer.last_attention_weights(hidden, rotary, mask, num_queries=len(token_ids))[0]
         shares.append(weights[..., image_positions].sum(dim=-1))
 
     _forward(vlm, inputs, token_ids[:-1], observe_layer)
@@ -147,7 +147,7 @@ def read_last_position(
     attention, states = [], []
 
     def observe_layer(layer: GemmaLayer, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> None:
-        attention.append(layer.attention_weights(hidden, rotary, mask, num_queries=1)[0, :, 0])
+        attention.append(layer.last_attention_weights(hidden, rotary, mask, num_queries=1)[0, :, 0])
         states.append(hidden[0, -1].clone())  # a view would keep the hidden states of all tokens in memory
 
     last_logits = _forward(vlm, inputs, generated_ids, observe_layer)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from reference_models import our_model, prompt_ids, random_ids
 
 from paligemma import gemma
-from paligemma.attention_mask import limit_to_window
 from paligemma.config import GemmaConfig
 from paligemma.gemma import (
     GemmaForCausalLM,
@@ -215,16 +214,6 @@ def test_query_scale(fields: dict[str, int], scale: float) -> None:
     config = GemmaConfig(**TINY, **fields)
     layer = GemmaModel(config).layers[0].self_attn
     assert layer.scale == pytest.approx(scale)
-
-
-def test_sliding_window_hides_older_keys() -> None:
-    mask = limit_to_window(None, num_queries=2, num_keys=6, window=3, like=torch.zeros(1))
-    assert ((mask < 0)[0, 0]).int().tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
-    given = torch.zeros(1, 1, 2, 6)
-    given[..., 0, 5] = -1.0
-    limited = limit_to_window(given, 2, 6, 3, given)
-    assert limited[0, 0, 0, 5] == -1.0 and limited[0, 0, 0, 2] == 0.0
-    assert limit_to_window(None, 2, 3, 3, given) is None
 
 
 # Whole decoder

@@ -17,7 +17,6 @@ from reference_models import (
 )
 from torch import Tensor
 
-from paligemma.attention_mask import prefix_lm_visible
 from paligemma.benchmarks.random_checkpoints import CASES, GEMMA2, Case
 from paligemma.config import PaliGemmaConfig, SiglipVisionConfig
 from paligemma.kv_cache import KVCache
@@ -220,14 +219,6 @@ def test_prefix_tokens_change_earlier_logits() -> None:
     changed[0, -1] = 50
     before, after = (our_model("paligemma1")(tokens, pixels_of("paligemma1"))["logits"] for tokens in (ids, changed))
     assert (after[:, :-1] - before[:, :-1]).abs().amax(dim=-1).min() > 0.01
-
-
-def test_prefix_is_bidirectional_and_suffix_causal() -> None:
-    types = torch.tensor([[0, 0, 0, 1, 1]])
-    visible = prefix_lm_visible(types, types)[0, 0].int().tolist()
-    assert visible == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    windowed = prefix_lm_visible(types, types, window=2)[0, 0].int().tolist()
-    assert windowed == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize("case", FAST_CASES)
