@@ -1,4 +1,4 @@
-"""Imports point one way, and importing the library loads neither Gradio nor any model."""
+"""Imports point one way, and `import paligemma` loads neither Gradio nor any model."""
 
 from __future__ import annotations
 
@@ -14,38 +14,48 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "paligemma"
 
-# What each module of the library may import from it. A folder counts as one module; `scripts` may import anything.
-MODEL = {"config", "kv_cache"}
+# What each module or package may import from the others. Packages count as one module.
+CORE = {"errors", "validation"}
+MODEL = {"config", "kv_cache", "attention_mask"}
 ALLOWED = {
-    "config": set(),
-    "hub": set(),
-    "memory": set(),
+    "errors": set(),
+    "paths": set(),
+    "validation": {"errors"},
+    "config": CORE,
+    "attention_mask": set(),
     "kv_cache": {"config"},
-    "siglip": MODEL,
+    "siglip": {"config"},
     "gemma": MODEL,
     "modeling": {*MODEL, "siglip", "gemma"},
-    "processing": {"config"},
-    "linears": set(),
-    "quantize": {"linears"},
-    "checkpoint": {"config", "hub", "memory", "modeling", "linears", "quantize"},
-    "picture_features": set(),
-    "generation": {*MODEL, "modeling", "processing"},
+    "image_processing": CORE,
+    "tokenizer": CORE,
+    "processing": {*CORE, "config", "image_processing", "tokenizer"},
+    "image_features": set(),
+    "sampling": CORE,
+    "generation": {*CORE, *MODEL, "modeling", "processing", "sampling"},
     "parsing": set(),
-    "masks": {"parsing"},
-    "lens": {*MODEL, "gemma", "siglip", "modeling", "processing", "generation"},
+    "masks": {*CORE, "parsing"},
+    "kernels": {"errors"},
+    "checkpoint": {*CORE, "config", "modeling", "kernels", "paths"},
+    "lens": {*CORE, *MODEL, "gemma", "siglip", "modeling", "processing", "sampling", "generation"},
     "pipeline": {
-        *("config", "modeling", "generation", "processing", "checkpoint", "quantize", "lens", "picture_features"),
+        *(*CORE, "config", "modeling", "processing", "sampling", "generation", "image_features"),
+        *("checkpoint", "kernels"),
     },
-    "view": {"hub", "parsing", "masks", "generation", "processing", "lens"},
-    "__init__": {"checkpoint", "config", "generation", "modeling", "parsing", "pipeline", "processing", "lens"},
-    "__main__": {"__init__", "checkpoint", "generation", "quantize"},
+    "__init__": {*CORE, "checkpoint", "config", "generation", "modeling", "parsing", "pipeline", "processing", "lens"},
+    "__main__": {*CORE, "__init__", "checkpoint", "generation", "sampling", "pipeline", "kernels"},
+    # The web application uses the public API and what can be read from an answer; no part of the model.
+    "webapp": {
+        *(*CORE, "__init__", "paths", "parsing", "masks", "lens", "generation", "sampling", "pipeline", "checkpoint"),
+        *("processing", "image_processing"),
+    },
 }
-# app.py knows the public API and the view; of what else it may need, only names that are no part of the model.
-ALLOWED_IN_APP = {"__init__", "view", "parsing", "masks", "lens", "generation", "checkpoint", "pipeline"}
+TOOLS = {"training", "benchmarks", "tools"}  # may import anything; nothing imports them
+ALLOWED_IN_APP = {"webapp"}
 
 
 def library_files() -> list[Path]:
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if "scripts" not in path.relative_to(PACKAGE).parts]
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if module_of(path) not in TOOLS]
 
 
 def module_of(path: Path) -> str:
@@ -53,7 +63,7 @@ def module_of(path: Path) -> str:
 
 
 def executed_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """A tree's nodes without the bodies of `if TYPE_CHECKING:`, whose imports never happen."""
+    """A tree's nodes without the bodies of `if TYPE_CHECKING:`, which do not run."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             continue
@@ -62,7 +72,7 @@ def executed_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def imported_names(path: Path) -> set[str]:
-    """Every dotted name that a file imports when it runs, at its top or inside a function."""
+    """Every dotted name that a file imports at run time, at the top level or inside a function."""
     names: set[str] = set()
     for node in executed_nodes(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -74,7 +84,7 @@ def imported_names(path: Path) -> set[str]:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """The library's modules that a file imports; `__init__` for the public API."""
+    """The package's modules that a file imports; `__init__` for the public API."""
     modules = set()
     for name in imported_names(path):
         first, *rest = name.split(".")
@@ -84,7 +94,7 @@ def imported_modules(path: Path) -> set[str]:
     return modules
 
 
-def test_the_table_names_every_module():
+def test_every_module_has_an_entry():
     assert {module_of(path) for path in library_files()} <= ALLOWED.keys()
 
 
@@ -94,23 +104,29 @@ def test_imports_point_one_way(path):
     assert imported_modules(path) <= ALLOWED[module] | {module}
 
 
-def test_the_app_imports_the_public_api_and_the_view():
-    app = ROOT / "app.py"
-    if not app.exists():
-        pytest.skip("there is no app.py yet")
-    assert imported_modules(app) <= ALLOWED_IN_APP
+def test_app_imports_the_web_application_only():
+    assert imported_modules(ROOT / "app.py") <= ALLOWED_IN_APP
 
 
 @pytest.mark.parametrize("path", library_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_the_library_knows_nothing_of_gradio(path):
-    assert not {name for name in imported_names(path) if name.split(".")[0] in ("gradio", "gradio_client", "spaces")}
+def test_only_the_web_application_imports_gradio(path):
+    web = {
+        name for name in imported_names(path) if name.split(".")[0] in ("gradio", "gradio_client", "fastapi", "spaces")
+    }
+    assert module_of(path) == "webapp" or not web
 
 
-def test_parsing_needs_no_torch():
+@pytest.mark.parametrize("path", library_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_transformers_is_imported_for_conversion_only(path):
+    uses = any(name.split(".")[0] == "transformers" for name in imported_names(path))
+    assert not uses or path.name == "tokenizer.py"
+
+
+def test_parsing_imports_neither_torch_nor_numpy():
     assert not {name for name in imported_names(PACKAGE / "parsing.py") if name.split(".")[0] in ("torch", "numpy")}
 
 
-def test_importing_loads_no_gradio_no_model_of_transformers_and_opens_nothing():
+def test_import_loads_neither_gradio_nor_the_web_application_nor_transformers_models():
     script = """
 import json, socket, sys
 def refuse(*arguments, **options):
@@ -123,5 +139,6 @@ print(json.dumps(sorted(sys.modules)))
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     modules = json.loads(ended.stdout)
-    assert not [name for name in modules if name.split(".")[0] == "gradio"]
+    assert not [name for name in modules if name.split(".")[0] in ("gradio", "fastapi", "numba", "ray")]
+    assert not [name for name in modules if name.startswith("paligemma.webapp")]
     assert not [name for name in modules if name.startswith("transformers.") and ".modeling_" in name]
