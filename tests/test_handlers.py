@@ -55,7 +55,7 @@ def update_for_every_token(monkeypatch) -> None:
     monkeypatch.setattr(execution, "UPDATE_INTERVAL_S", 0)
 
 
-def test_the_token_strip_gets_each_token_once(picture_file, monkeypatch):
+def test_the_token_strip_gets_each_token_once(picture_file):
     updates = run_page(make_session(FakeModel(("▁a", "▁cat"))), picture_file)
     added = [
         [token["piece"] for token in update.token_strip["tokens"]]
@@ -67,7 +67,7 @@ def test_the_token_strip_gets_each_token_once(picture_file, monkeypatch):
     assert updates[-1].token_strip["done"]
 
 
-def test_page_updates_are_numbered_and_can_be_resent(picture_file, monkeypatch):
+def test_page_updates_are_numbered_and_can_be_resent(picture_file):
     session = make_session()
     assert handlers.resend_page(session) == gr.skip()  # no run yet
     submit_run(session, picture_file)
@@ -97,7 +97,7 @@ def test_a_new_run_updates_the_image_view_and_the_run_tree(picture_file):
     assert [row["number"] for row in again[-1].runs["runs"]] == [1, 2]
 
 
-def test_objects_are_sent_only_when_they_change(picture_file, monkeypatch):
+def test_objects_are_sent_only_when_they_change(picture_file):
     pieces = ("<loc0256>", "<loc0512>", "<loc0768>", "<loc1023>", "▁cat", "▁;", "▁", "▁a", "▁b")
     updates = run_page(make_session(FakeModel(pieces)), picture_file)
     sent = [len(update.objects["objects"]) for update in updates if update.objects != gr.skip()]
@@ -253,7 +253,7 @@ def test_page_and_api_have_the_same_numbers(picture_file):
 # Stop, step, branch
 
 
-def test_stop_ends_the_run_after_the_current_token(picture_file, monkeypatch):
+def test_stop_ends_the_run_after_the_current_token(picture_file):
     model = FakeModel(("▁a",) * 50)
     session = make_session(model)
     assert handlers.stop_run(session) == gr.skip()  # nothing runs

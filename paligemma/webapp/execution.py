@@ -1,4 +1,4 @@
-"""Execution of a run request: reads the model's steps into a run, and builds the page updates."""
+"""Execute a run request: read the model's steps into a run and build the page updates."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ UPDATE_INTERVAL_S = 0.05
 
 
 class Execution:
-    """One run request from its check to its last token.
+    """A run request from validation to the last token. `handlers.run_pending` calls the methods.
 
-    A plain object instead of a generator: `run_pending` iterates over `steps` itself, so that each step passes through
-    only three generators between model and page.
+    It is not a generator, so that a step passes through only three of them: the model's, `ServedModel.stream` and
+    `run_pending`.
 
     Attributes:
         served_model: the model that generates the answer.
@@ -39,7 +39,7 @@ class Execution:
     steps: StepCollector
 
     def __init__(self, session: Session, run_request: RunRequest, run_state: RunState) -> None:
-        """Check the request. InputError for an invalid value or image."""
+        """Validate the request. Raises InputError for an invalid value or image."""
         self.served_model = session.served_model
         self._session = session
         self._run_request = run_request
@@ -53,7 +53,7 @@ class Execution:
         self._updated_at = 0.0
 
     def start(self) -> PageUpdate:
-        """Add the run to the history. InputError if the loaded model cannot execute the request."""
+        """Start generation and add the run to the history. Raises InputError if the loaded model rejects the request."""
         request = self._request
         processor = self.served_model.loaded_model.processor
         check_prompt_length(processor, request["prompt"])
@@ -119,13 +119,13 @@ class Execution:
         return update
 
     def close(self) -> None:
-        """Stop generation. A new run without a result is stopped."""
+        """Stop generation, and mark an unfinished run as stopped."""
         self.steps.close()
         if self.run.finish_reason is None:
             self.run.finish(None)
 
     def finish(self) -> PageUpdate:
-        """Store the result in the run. The update changes only the run tree if another run is shown by now."""
+        """Store the result in the run. The update has only the run tree if the page shows another run by now."""
         run = self.run
         if run.steps is self.steps.steps:  # otherwise a continued run stopped before its first new token
             run.request = {**run.request, "max_new_tokens": self._request["max_new_tokens"]}

@@ -102,7 +102,7 @@ class ServedModel:
             self._load_model()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until loading has ended, and return whether it has."""
+        """Wait until loading has ended. Returns False after the timeout."""
         return self._finished.wait(timeout)
 
     def _claim_load(self) -> bool:
@@ -188,7 +188,7 @@ class ServedModel:
 
     @property
     def loading(self) -> bool:
-        """Whether the model is not loaded yet. False after a failed load."""
+        """True until the model is loaded or could not be loaded."""
         return not self._finished.is_set()
 
     @property
