@@ -203,7 +203,7 @@ def _check_request(vlm: PaliGemma, prefix_length: int, token_ids: tuple[int, ...
     if not is_integer(index) or not 0 <= index < len(token_ids):
         raise InputError(
             "lens.index",
-            "index must be an integer >= 0 and < {count}, the number of token_ids, got {index!r}.",
+            "index must be an integer >= 0 and < len(token_ids) = {count}, got {index!r}.",
             count=len(token_ids),
             index=index,
         )

@@ -115,7 +115,7 @@ def test_image_shares_equal_those_of_each_inspection(case):
     each = [lens.inspect(vlm, IMAGE, PROMPT, token_ids, index).image_share for index in range(LENGTH)]
     torch.testing.assert_close(shares, torch.stack(each), atol=1e-5, rtol=0)
     assert torch.equal(lens.image_shares(vlm, IMAGE, PROMPT, token_ids[:1])[0], each[0])
-    with pytest.raises(ValueError, match="< 0, the number of token_ids"):
+    with pytest.raises(ValueError, match=r"len\(token_ids\) = 0"):
         lens.image_shares(vlm, IMAGE, PROMPT, ())
 
 
@@ -187,12 +187,12 @@ def test_bfloat16_differs_only_by_rounding(case, index):
 
 @pytest.mark.parametrize("index", [-1, 3, 1.0, True, None])
 def test_index_out_of_range_is_rejected(index):
-    with pytest.raises(ValueError, match=f"index must be .* < 3, .* got {index!r}"):
+    with pytest.raises(ValueError, match=rf"index must be .* = 3, got {index!r}"):
         lens.inspect(vlm_of("paligemma1"), IMAGE, PROMPT, [30, 31, 32], index)
 
 
 def test_empty_answer_is_rejected():
-    with pytest.raises(ValueError, match="< 0, the number of token_ids"):
+    with pytest.raises(ValueError, match=r"len\(token_ids\) = 0"):
         lens.inspect(vlm_of("paligemma1"), IMAGE, PROMPT, [], 0)
 
 
