@@ -169,6 +169,7 @@ def load(
     """
     check_quantization(quantize)
     found = checkpoint.find_checkpoint(source, revision, token, device, dtype, progress)
+    # First the processor: an invalid tokenizer is reported before weights are loaded.
+    processor = PaliGemmaProcessor.from_folder(found.folder, checkpoint.read_config(found.folder))
     model, backend = checkpoint.load_for_inference(found.folder, device, found.dtype, quantize, progress)
-    processor = PaliGemmaProcessor.from_folder(found.folder, model.config)
     return PaliGemma(model, processor, found.name, found.origin, found.revision, quantize, backend)

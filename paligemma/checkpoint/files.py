@@ -15,6 +15,7 @@ CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILE = "tokenizer.json"
+SENTENCEPIECE_FILE = "tokenizer.model"
 DOWNLOADED_FILES = (
     CONFIG_FILE,
     "generation_config.json",
@@ -47,28 +48,29 @@ def wrap_os_errors(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def require_files(names: Collection[str], place: str) -> None:
+def require_files(names: Collection[str], place: str, can_convert: bool = False) -> None:
     """Raise CheckpointError unless a folder or repository with these file names may contain a checkpoint.
 
     Args:
         place: the folder or hub id, for the message.
+        can_convert: whether tokenizer.model is accepted instead of tokenizer.json; see `load_tokenizer`.
     """
     if not {SINGLE_FILE, INDEX_FILE} & set(names):
         raise _missing_weights(names, place)
     if CONFIG_FILE not in names:
         raise missing_config(place)
-    if TOKENIZER_FILE in names:
+    if TOKENIZER_FILE in names or (can_convert and SENTENCEPIECE_FILE in names):
         return
-    if "tokenizer.model" in names:
+    if SENTENCEPIECE_FILE in names:
         raise CheckpointError(
             "checkpoint.tokenizer_model",
-            "{place} has tokenizer.model, but no tokenizer.json. Take it from the same model on the hub, or convert "
-            "with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
+            "{place} has tokenizer.model, but no tokenizer.json. Download it from the same model on the hub, or "
+            "create it with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
             place=place,
         )
     raise CheckpointError(
         "checkpoint.no_tokenizer",
-        "{place} has no tokenizer.json. Take it from the same model on the hub.",
+        "{place} has no tokenizer.json. Download it from the same model on the hub.",
         place=place,
     )
 

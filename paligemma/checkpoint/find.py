@@ -142,7 +142,7 @@ def check_folder(folder: Path) -> None:
                 "{folder} is not a folder. Use the folder that contains config.json.",
                 folder=str(folder),
             )
-        require_files([path.name for path in folder.iterdir() if path.is_file()], str(folder))
+        require_files([path.name for path in folder.iterdir() if path.is_file()], str(folder), can_convert=True)
         for file in weight_files(folder):
             require_shard(file)
 
