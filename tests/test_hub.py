@@ -219,7 +219,7 @@ CASES: dict[str, tuple[Callable[[Environment], object], list[str], str]] = {
     "pickle": (lambda env: env.keep_only("config.json", "pytorch_model.bin"), [], r"only pytorch_model\.bin\. Pickle"),
     "no weights": (lambda env: env.keep_only("README.md"), [], r"neither model\.safetensors nor"),
     "no configuration": (lambda env: env.hub.main.pop("config.json"), [], r"has no config\.json\. Copy or"),
-    "no tokenizer": (lambda env: env.hub.main.pop("tokenizer.json"), [], r"has no tokenizer\.json\. Take it"),
+    "no tokenizer": (lambda env: env.hub.main.pop("tokenizer.json"), [], r"has no tokenizer\.json\. Download it"),
     "another model": (
         lambda env: env.edit_config(model_type="llava"),
         [],

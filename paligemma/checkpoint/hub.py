@@ -64,7 +64,7 @@ def download(
 ) -> tuple[Path, str]:
     """Download the files that match `patterns` from the first of `revisions` that the repository has.
 
-    Cached files are reused; the cache alone serves if the hub is unreachable or rejects the token.
+    Cached files are reused. If the hub is unreachable or rejects the token, a complete cached copy is used.
 
     Returns:
         The folder in the cache and the revision.
@@ -206,7 +206,7 @@ def _reporting_bar(progress: Progress | None, total: int) -> type[tqdm] | None:
 
 
 def _explain(error: Exception, repo: str, revision: str, token: str | None) -> CheckpointError:
-    """Convert an error of huggingface_hub, its HTTP client or the disk. Subclasses are tested before their bases."""
+    """Explain an error of huggingface_hub, its HTTP client or the disk. Subclasses are tested before their bases."""
     cause = error.__cause__ if isinstance(error, hub_errors.LocalEntryNotFoundError) else error
     if isinstance(cause, hub_errors.HfHubHTTPError):
         return _explain_response(cause, repo, revision, token)
@@ -266,7 +266,7 @@ def _explain_unreachable(cause: BaseException | None, repo: str, revision: str) 
 
 
 def _explain_response(error: hub_errors.HfHubHTTPError, repo: str, revision: str, token: str | None) -> CheckpointError:
-    """Convert an HTTP error of the hub."""
+    """Explain an HTTP error of the hub."""
     url, status = f"https://huggingface.co/{repo}", error.response.status_code
     if isinstance(error, hub_errors.GatedRepoError):
         return _explain_gated(repo, url, status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,9 @@ def load_model(
             fit into memory.
         InputError: for a device or dtype that is not available.
     """
-    model, tensors, resolved_device, resolved_dtype = _open(Path(folder), device, dtype)
-    counter = _ProgressCounter(progress, tensors.values())
-    _load_weights(model, tensors, resolved_device, resolved_dtype, counter)
-    return model.requires_grad_(trainable).eval()
+    opened = _open(Path(folder), device, dtype)
+    _load_weights(opened, _ProgressCounter(progress, opened.tensors.values()))
+    return opened.model.requires_grad_(trainable).eval()
 
 
 def load_for_inference(
@@ -75,53 +75,85 @@ def load_for_inference(
 ) -> tuple[PaliGemmaForConditionalGeneration, str]:
     """Load a checkpoint's model with the fastest linear layers for this machine.
 
-    The decoder's and the head's linear layers may be replaced by packed or quantized ones, read and converted one at a
-    time. Such a model cannot be trained, moved or saved.
+    The linear layers of the decoder and the LM head may be replaced by packed or quantized ones, one at a time. Such a
+    model cannot be trained, moved to another device, or saved.
 
     Args:
-        quantize: None, or "int8" for int8 weights in the decoder and the head.
-        folder, device, dtype, progress: see `load_model`, as for the errors.
+        quantize: None, or "int8" for int8 weights in the decoder and the LM head.
+        folder, device, dtype, progress: see `load_model`.
 
     Returns:
         The model and the name of its backend, such as "bfloat16 (packed for oneDNN)".
+
+    Raises:
+        CheckpointError, InputError: see `load_model`.
     """
-    folder = Path(folder)
-    model, tensors, resolved_device, resolved_dtype = _open(folder, device, dtype)
-    weights = _decoder_weights(model, tensors)
-    backend = _choose_backend(quantize, weights.values(), folder, resolved_device, resolved_dtype)
+    opened = _open(Path(folder), device, dtype)
+    model, tensors = opened.model, opened.tensors
+    weights = _decoder_weights(opened)
+    backend = _choose_backend(opened, weights.values(), quantize)
     if backend is None:
-        _load_weights(model, tensors, resolved_device, resolved_dtype, _ProgressCounter(progress, tensors.values()))
-        name, plain_part = dtype_name(resolved_dtype), "prefill"
+        _load_weights(opened, _ProgressCounter(progress, tensors.values()))
+        name, plain_part = dtype_name(opened.dtype), "prefill"
     else:
         # The embedding is read twice: as the embedding and as the tied head.
         counter = _ProgressCounter(progress, [*tensors.values(), tensors[EMBEDDING]])
-        skipped = {f"{module}.weight" for module in weights} - {HEAD}
-        _load_weights(model, tensors, resolved_device, resolved_dtype, counter, skipped)
-        model.activation_dtype = backend.activation_dtype
+        _load_weights(opened, counter, skipped={f"{module}.weight" for module in weights} - {HEAD})
         readers = {module: partial(_read_unmapped, tensor) for module, tensor in weights.items()}
-        with wrap_os_errors(folder):
+        with wrap_os_errors(opened.folder):
             kernels.replace_linears(model, readers, backend, lambda module: counter.add(weights[module]))
+        model.activation_dtype = backend.activation_dtype
         name, plain_part = backend.name, "vision tower"
-    if not kernels.has_fast_matmul(resolved_device, resolved_dtype):
+    if not kernels.has_fast_matmul(opened.device, opened.dtype):
         kernels.use_float32_matmul(model)
         name = f"{name}, {plain_part} in float32"
     return model.requires_grad_(False).eval(), name
 
 
-def _decoder_weights(
-    model: PaliGemmaForConditionalGeneration, tensors: Mapping[str, StoredTensor]
-) -> dict[str, StoredTensor]:
-    """The stored weights of the decoder's and the head's linear layers, by module name."""
-    names = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    decoder = (name for name in names if name.startswith("language_model."))
-    return {name: tensors[EMBEDDING if f"{name}.weight" == HEAD else f"{name}.weight"] for name in decoder}
+@dataclass(frozen=True)
+class _OpenCheckpoint:
+    """A checkpoint whose headers are read and checked, and whose weights are not read yet.
+
+    Attributes:
+        model: on the meta device, without weights.
+        tensors: stored tensors by parameter name, without the tied head.
+        device, dtype: of the weights after loading.
+    """
+
+    folder: Path
+    model: PaliGemmaForConditionalGeneration
+    tensors: Mapping[str, StoredTensor]
+    device: torch.device
+    dtype: torch.dtype
+
+
+def _open(folder: Path, device: str | torch.device, dtype: str | torch.dtype) -> _OpenCheckpoint:
+    resolved_device, resolved_dtype = resolve_device(device), resolve_dtype(dtype)
+    model = build_empty_model(read_config(folder))
+    with wrap_os_errors(folder):
+        tensors, head = split_head(read_headers(weight_files(folder)))
+        check_tensors(tensors, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, folder)
+        if head is not None:
+            check_head(head, tensors[EMBEDDING])
+    return _OpenCheckpoint(folder, model, tensors, resolved_device, resolved_dtype or main_dtype(tensors.values()))
+
+
+def _decoder_weights(opened: _OpenCheckpoint) -> dict[str, StoredTensor]:
+    """The stored weights of the linear layers of the decoder and the LM head, by module name."""
+    linears = (name for name, module in opened.model.named_modules() if isinstance(module, nn.Linear))
+    return {
+        name: opened.tensors[EMBEDDING if f"{name}.weight" == HEAD else f"{name}.weight"]
+        for name in linears
+        if name.startswith("language_model.")
+    }
 
 
 def _choose_backend(
-    quantize: str | None, weights: Collection[StoredTensor], folder: Path, device: torch.device, dtype: torch.dtype
+    opened: _OpenCheckpoint, weights: Collection[StoredTensor], quantize: str | None
 ) -> kernels.Backend | None:
-    """The backend for this machine; None if plain linear layers are best or packing does not fit into memory."""
-    backend = kernels.choose_backend(quantize, device, dtype, weight_files(folder))
+    """The backend for this machine; None for plain linear layers, also if memory is too small for packing."""
+    device, folder = opened.device, opened.folder
+    backend = kernels.choose_backend(quantize, device, opened.dtype, weight_files(folder))
     if backend is None:
         return None
     sizes = [weight.num_elements for weight in weights]
@@ -132,20 +164,6 @@ def _choose_backend(
         log.warning("Too little memory is available to pack the weights of %s; they are used unpacked.", folder)
         return None
     return backend
-
-
-def _open(
-    folder: Path, device: str | torch.device, dtype: str | torch.dtype
-) -> tuple[PaliGemmaForConditionalGeneration, dict[str, StoredTensor], torch.device, torch.dtype]:
-    """The empty model, its stored tensors, checked against the configuration, and the resolved device and dtype."""
-    resolved_device, resolved_dtype = resolve_device(device), resolve_dtype(dtype)
-    model = build_empty_model(read_config(folder))
-    with wrap_os_errors(folder):
-        tensors, head = split_head(read_headers(weight_files(folder)))
-        check_tensors(tensors, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, folder)
-        if head is not None:
-            check_head(head, tensors[EMBEDDING])
-    return model, tensors, resolved_device, resolved_dtype or main_dtype(tensors.values())
 
 
 def read_config(folder: Path, name: str | None = None) -> PaliGemmaConfig:
@@ -202,23 +220,15 @@ class _ProgressCounter:
             self._progress("loading", self._done, self._total)
 
 
-def _load_weights(
-    model: PaliGemmaForConditionalGeneration,
-    tensors: Mapping[str, StoredTensor],
-    device: torch.device,
-    dtype: torch.dtype,
-    counter: _ProgressCounter,
-    skipped: Collection[str] = (),
-) -> None:
-    """Load weights into the empty model; skipped parameters stay on the meta device."""
-    loaded = {name: tensor for name, tensor in tensors.items() if name not in skipped}
-    folder = tensors[EMBEDDING].file.parent
-    check_memory(loaded.values(), device, dtype, folder)
-    with wrap_os_errors(folder):
-        state = _read_tensors(loaded, device, dtype, counter)
-    empty = {name: torch.empty(tensors[name].shape, device="meta") for name in skipped}
-    model.load_state_dict({**state, **empty, HEAD: state[EMBEDDING]}, strict=True, assign=True)
-    model.tie_weights()
+def _load_weights(opened: _OpenCheckpoint, counter: _ProgressCounter, skipped: Collection[str] = ()) -> None:
+    """Load the weights into the model; skipped parameters remain on the meta device."""
+    loaded = {name: tensor for name, tensor in opened.tensors.items() if name not in skipped}
+    check_memory(loaded.values(), opened.device, opened.dtype, opened.folder)
+    with wrap_os_errors(opened.folder):
+        state = _read_tensors(loaded, opened.device, opened.dtype, counter)
+    empty = {name: torch.empty(opened.tensors[name].shape, device="meta") for name in skipped}
+    opened.model.load_state_dict({**state, **empty, HEAD: state[EMBEDDING]}, strict=True, assign=True)
+    opened.model.tie_weights()
 
 
 def check_memory(tensors: Collection[StoredTensor], device: torch.device, dtype: torch.dtype, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Faster replacements for `nn.Linear`, chosen for this machine and installed from outside the model.
 
 The model classes contain plain `nn.Linear` modules. `choose_backend` selects a weight format, and `replace_linears`
-swaps modules one by one, so that only one unconverted weight is in memory at a time.
+swaps modules one by one, so that only one weight at a time is in memory twice.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def check_quantization(quantize: str | None) -> None:
 def choose_backend(
     quantize: str | None, device: torch.device, dtype: torch.dtype, weight_files: Iterable[Path]
 ) -> Backend | None:
-    """Return the backend for a model in this dtype on this device; None if plain `nn.Linear` modules stay.
+    """Return the backend for a model in this dtype on this device; None for plain `nn.Linear` modules.
 
     Args:
         quantize: None or "int8".

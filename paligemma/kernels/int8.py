@@ -37,10 +37,10 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     values = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0])
     for block in _row_blocks(weight, WEIGHTS_PER_BLOCK):
-        wide = weight[block].float()
-        largest = wide.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * LEVELS)
+        exact = weight[block].float()
+        largest = exact.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * LEVELS)
         scales[block] = largest / LEVELS
-        values[block] = (wide / scales[block, None]).round_().to(torch.int8)
+        values[block] = (exact / scales[block, None]).round_().to(torch.int8)
     return values, scales
 
 

@@ -2,7 +2,7 @@
 
 Decoding one token multiplies a single activation vector by every weight of the decoder and the head, so it is bound by
 memory bandwidth. PyTorch's plain bfloat16 matrix-vector product reaches little more than half of a CPU's bandwidth;
-weights in a kernel's own layout come close to all of it.
+kernels with their own weight layout reach nearly all of it.
 
 Prefill multiplies hundreds of activation vectors at once and is bound by arithmetic. On CPUs without 16-bit arithmetic,
 PyTorch's bfloat16 and float16 matmuls run at a fifth of float32's speed.
@@ -67,12 +67,12 @@ class Float32MatmulLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() < MIN_FLOAT32_TOKENS * self.in_features:
             return super().forward(x)
-        wide, block_size = x.float(), max(1, WEIGHTS_PER_BLOCK // self.in_features)
+        x_float32, block_size = x.float(), max(1, WEIGHTS_PER_BLOCK // self.in_features)
         outputs = []
         for start in range(0, self.out_features, block_size):
             block = slice(start, start + block_size)
             bias = None if self.bias is None else self.bias[block].float()
-            outputs.append(F.linear(wide, self.weight[block].float(), bias).to(x.dtype))
+            outputs.append(F.linear(x_float32, self.weight[block].float(), bias).to(x.dtype))
         return torch.cat(outputs, dim=-1)
 
 
@@ -100,8 +100,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 def is_accurate(make: Callable[[Tensor, Tensor], InferenceLinear], device: torch.device, dtype: torch.dtype) -> bool:
     """Self-check: whether a kernel exists on this machine and computes the right products.
 
-    Covers a single activation vector, vectors of very different magnitude, and the largest possible sums, which
-    overflow in the 16-bit accumulation of x86 CPUs without VNNI.
+    The inputs include a single activation vector, vectors of very different magnitude, and the largest possible sums,
+    which overflow in the 16-bit accumulation of x86 CPUs without VNNI.
 
     Args:
         make: builds a layer from int8 values, (out_features, in_features), and float32 scales, (out_features,).

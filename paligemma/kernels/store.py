@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 FORMAT_VERSION = 2  # of the cached files; part of the folder name, so other versions are ignored
-MIN_FREE_BYTES = 1_000_000_000  # kept free on the disk
+MIN_FREE_BYTES = 1_000_000_000  # disk space that the cache does not use
 STALE_SECONDS = 3600  # age after which a temporary file belongs to a process that was killed
 
 QuantizedWeight = tuple[Tensor, Tensor]  # int8 values, (rows, in_features), and float32 scales, (rows,)
@@ -49,7 +49,7 @@ def content_key(files: Iterable[Path]) -> str:
 class QuantizedStore:
     """Cached quantized weights of one checkpoint.
 
-    Missing, damaged and outdated files count as absent; a failed write is logged and disables further writes.
+    Missing and damaged files are cache misses. A failed write is logged and disables further writes.
 
     Args:
         folder: belongs to one checkpoint; created by the first write.
