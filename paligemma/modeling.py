@@ -156,7 +156,7 @@ class PaliGemmaForConditionalGeneration(nn.Module):
 
 
 def default_token_types(input_ids: Tensor, labels: Tensor | None, past: int) -> Tensor:
-    """Token types (B, T): suffix if there are `past` cached tokens, else prefix; with labels, suffix from the first."""
+    """Token types (B, T): suffix after cached tokens and from a sequence's first label on, else prefix."""
     if labels is None or past:
         return torch.full_like(input_ids, SUFFIX if past else PREFIX)
     return (labels != IGNORED_LABEL).long().cummax(dim=1).values
