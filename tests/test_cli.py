@@ -69,7 +69,7 @@ def test_without_a_bundled_model_the_page_explains_the_option(picture_file, monk
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "~nobody-of-this-name/x"], "~nobody-of-this-name/x"),
+        (["--model", "~unknown-user/x"], "~unknown-user/x"),
         (["--mask-decoder", "none.npz"], "no such file"),
     ],
 )

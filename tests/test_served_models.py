@@ -12,10 +12,12 @@ from pathlib import Path
 import gradio as gr
 import pytest
 from fake_model import FakeModel
-from PIL import Image
 from webapp_helpers import (
     DECODING,
+    REQUEST,
     SEGMENTED,
+    load_tiny,
+    make_image,
     make_session,
     ready_served_model,
     run_api,
@@ -26,7 +28,6 @@ from webapp_helpers import (
     upload,
 )
 
-import paligemma
 from paligemma.paths import BUNDLED_MODEL
 from paligemma.webapp import api, cli, handlers, messages, tasks, ui
 from paligemma.webapp.limits import Limits
@@ -34,10 +35,6 @@ from paligemma.webapp.served_models import ServedModel
 from paligemma.webapp.session import Session
 
 BUNDLED_MASK_DECODER = BUNDLED_MODEL / "mask_decoder.safetensors"
-REQUEST = {
-    "prompt": "caption en", "max_new_tokens": 16, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None,
-    "top_n": 3, "forced_ids": (), "time_limit": None,
-}  # fmt: skip
 
 
 # Loading
@@ -154,29 +151,19 @@ def test_the_first_available_mask_decoder_is_loaded(tmp_path):
 # Concurrent requests
 
 
-def load_tiny(folder: Path) -> ServedModel:
-    served_model = ServedModel("tiny", lambda progress: paligemma.load(folder, device="cpu"))
-    served_model.load_now()
-    return served_model
-
-
-def image() -> Image.Image:
-    return Image.linear_gradient("L").resize((64, 48)).convert("RGB")
-
-
 def test_interleaved_requests_do_not_affect_each_other(tiny_checkpoint):
     served_model = load_tiny(tiny_checkpoint)
     requests = [
         {**REQUEST, "prompt": prompt, "temperature": 1.0, "seed": seed} for prompt, seed in (("a", 1), ("b", 2))
     ]
-    alone = [[step.token_id for step in served_model.stream(image(), **request)] for request in requests]
-    streams = [served_model.stream(image(), **request) for request in requests]
+    alone = [[step.token_id for step in served_model.stream(make_image(), **request)] for request in requests]
+    streams = [served_model.stream(make_image(), **request) for request in requests]
     together: list[list[int]] = [[], []]
     while any(streams):
-        for place, stream in enumerate(streams):
+        for index, stream in enumerate(streams):
             step = next(stream, None) if stream else None
-            streams[place] = stream if step else None
-            together[place] += [step.token_id] if step else []
+            streams[index] = stream if step else None
+            together[index] += [step.token_id] if step else []
     assert together == alone and alone[0] != alone[1]
 
 
@@ -194,7 +181,7 @@ def test_one_forward_pass_at_a_time_and_requests_alternate():
     served_model = ready_served_model(Watched(("▁a",) * 10))
 
     def consume(name: str) -> None:
-        for _ in served_model.stream(image(), **REQUEST):
+        for _ in served_model.stream(make_image(), **REQUEST):
             order.append(name)
             time.sleep(0.005)  # as Gradio takes between two steps
 

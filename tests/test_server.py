@@ -22,8 +22,7 @@ import pytest
 from fake_model import FakeModel
 from gradio_client import Client, handle_file
 from PIL import Image
-from test_served_models import load_tiny
-from webapp_helpers import DECODING, ready_served_model
+from webapp_helpers import DECODING, load_tiny, ready_served_model
 
 import paligemma
 from paligemma.errors import InputError

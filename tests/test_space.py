@@ -129,7 +129,7 @@ def test_a_space_exits_cleanly_and_removes_its_files(report):
 
 @pytest.mark.slow
 @pytest.mark.browser
-def test_the_app_works_without_a_network_and_connects_to_no_other_host(report):
+def test_the_app_works_offline_and_makes_no_outgoing_connections(report):
     if not namespace():
         pytest.skip("network namespaces are not available")
     own = re.compile(r"None|\(?'?(127\.0\.0\.1|localhost|0\.0\.0\.0|::1?)\b.*|/.*")

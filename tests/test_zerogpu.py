@@ -10,9 +10,11 @@ import gradio as gr
 import pytest
 from fake_model import FakeModel, fake_inspection
 from PIL import Image
-from test_served_models import REQUEST, image, load_tiny
 from webapp_helpers import (
     DECODING,
+    REQUEST,
+    load_tiny,
+    make_image,
     make_session,
     ready_served_model,
     run_api,
@@ -80,8 +82,8 @@ def test_errors_in_the_gpu_process_keep_their_message(leased_model, picture_file
         run_api(leased_model, picture_file, top_n=51)
     assert not fake_spaces.leases  # checked before the lease
     with pytest.raises(ValueError, match="index"):
-        leased_model.inspect(lens.inspect, image(), "a", (1,), 9)
-    assert leased_model.inspect(fake_inspection, image(), "a", (1, 2), 1).grid == (4, 4)
+        leased_model.inspect(lens.inspect, make_image(), "a", (1,), 9)
+    assert leased_model.inspect(fake_inspection, make_image(), "a", (1, 2), 1).grid == (4, 4)
 
 
 def test_an_exceeded_quota_is_reported_without_html(picture_file, monkeypatch):
@@ -95,10 +97,13 @@ def test_an_exceeded_quota_is_reported_without_html(picture_file, monkeypatch):
 
 
 def test_messages_of_the_gpu_process_are_small():
-    stream = ready_served_model(FakeModel()).stream(image(), **REQUEST)
-    values = [*zerogpu.send_stream(stream), REQUEST, image(), MemoryError()]
+    stream = ready_served_model(FakeModel()).stream(make_image(), **REQUEST)
+    values = [*zerogpu.send_stream(stream), REQUEST, make_image(), MemoryError()]
     values += [NonFiniteLogitsError("test.logits", "{value}", value=1), InputError("test.value", "{value}", value=1)]
     for value in values:
         assert len(pickle.dumps(value)) < 64_000
         assert str(pickle.loads(pickle.dumps(value))) == str(value) or isinstance(value, Image.Image)
+
+
+def test_the_server_is_not_on_zerogpu_by_default():
     assert not zerogpu.is_zerogpu()

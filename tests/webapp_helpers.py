@@ -8,13 +8,20 @@ from pathlib import Path
 
 import gradio as gr
 from fake_model import FakeModel
+from PIL import Image
 
+import paligemma
 from paligemma.webapp import api, handlers, messages
 from paligemma.webapp.page_update import PageUpdate
 from paligemma.webapp.served_models import ServedModel
 from paligemma.webapp.session import Session
 
 DECODING = {"max_new_tokens": 16, "temperature": 0, "top_k": 0, "top_p": 1, "seed": None, "top_n": 3}
+# All arguments of `ServedModel.stream` but the image.
+REQUEST = {
+    "prompt": "caption en", "max_new_tokens": 16, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None,
+    "top_n": 3, "forced_ids": (), "time_limit": None,
+}  # fmt: skip
 # Tokens of one box with a mask.
 SEGMENTED = (*(f"<loc{bin:04}>" for bin in (256, 512, 768, 1023)), *["<seg010>"] * 16, "▁cat")
 # `decoded` returns this for an event without a pending request.
@@ -33,8 +40,18 @@ def ready_served_model(model: FakeModel, name: str = "scripted") -> ServedModel:
     return served_model
 
 
+def load_tiny(folder: Path) -> ServedModel:
+    served_model = ServedModel("tiny", lambda progress: paligemma.load(folder, device="cpu"))
+    served_model.load_now()
+    return served_model
+
+
 def make_session(model: FakeModel | None = None, *others: ServedModel) -> Session:
     return Session((ready_served_model(model or FakeModel()), *others))
+
+
+def make_image() -> Image.Image:
+    return Image.linear_gradient("L").resize((64, 48)).convert("RGB")
 
 
 def upload(image: Path | None) -> dict | None:
