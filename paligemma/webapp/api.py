@@ -113,8 +113,10 @@ class Page(gr.Blocks):
             raise
         except ValueError as error:  # missing inputs, wrong types, or a file that was not uploaded
             log.info("call refused: %s at %s", type(error).__name__, error_location(error))
-            message = "Invalid inputs. /gradio_api/info lists the inputs of each endpoint."
-            raise gr.Error(str(InputError("request.inputs", message)), print_exception=False) from None
+            message = InputError(
+                "request.inputs", "Invalid inputs. /gradio_api/info lists the inputs of each endpoint."
+            )
+            raise gr.Error(str(message), print_exception=False) from None
         except Exception as error:
             raise api_error(error) from None
 

@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from paligemma.errors import InputError
-from paligemma.generation import Sampling, StepCollector
+from paligemma.generation import StepCollector
+from paligemma.sampling import Sampling
 from paligemma.webapp import messages
 from paligemma.webapp.images import InputImage, fit_to_model, make_input_image, open_image
 from paligemma.webapp.page_update import PageUpdate, image_view_update, token_strip_update
