@@ -13,8 +13,9 @@ import torch
 from fake_model import PROCESSOR, FakeModel, fake_inspection, make_candidate, make_step
 from PIL import Image, ImageColor
 
-from paligemma.generation import GenerationResult, Sampling
+from paligemma.generation import GenerationResult
 from paligemma.masks import MaskDecoder, decode_rle
+from paligemma.sampling import Sampling
 from paligemma.webapp import events, run_file
 from paligemma.webapp.examples import example_chips, load_examples
 from paligemma.webapp.images import MAX_PIXELS, PREVIEW_SIDE, image_view_state, make_input_image, open_image

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paligemma.generation import Sampling
+from paligemma.sampling import Sampling
 from paligemma.webapp.render.token_strip import visible_piece
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from paligemma.parsing import LOCATIONS_PER_BOX
 
 if TYPE_CHECKING:
-    from paligemma.generation import Candidate, Sampling, Step
+    from paligemma.generation import Candidate, Step
+    from paligemma.sampling import Sampling
 
 Entry = dict[str, Any]
 
