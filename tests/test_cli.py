@@ -51,7 +51,7 @@ def test_model_names_must_be_unique(tmp_path):
     folders = [tmp_path / parent / "model" for parent in ("a", "b")]
     for folder in folders:
         folder.mkdir(parents=True)
-    with pytest.raises(InputError, match="names must be unique, got model, model"):
+    with pytest.raises(InputError, match="must have unique names, got model, model"):
         build_served_models("--model", *map(str, folders))
 
 
@@ -70,7 +70,7 @@ def test_without_a_bundled_model_the_page_explains_the_option(picture_file, monk
     ("arguments", "message"),
     [
         (["--model", "~unknown-user/x"], "~unknown-user/x"),
-        (["--mask-decoder", "none.npz"], "no such file"),
+        (["--mask-decoder", "none.npz"], "must be an existing file, got 'none.npz'"),
     ],
 )
 def test_an_invalid_option_is_reported_at_start(arguments, message, monkeypatch, capsys):

@@ -65,14 +65,16 @@ def build_served_models(arguments: argparse.Namespace, limits: Limits | None = N
     """
     mask_decoder = arguments.mask_decoder
     if mask_decoder and not mask_decoder.is_file():
-        raise InputError("cli.mask_decoder", "--mask-decoder: no such file: {path!r}.", path=str(mask_decoder))
+        raise InputError(
+            "cli.mask_decoder", "--mask-decoder must be an existing file, got {path!r}.", path=str(mask_decoder)
+        )
     settings = {"limits": limits or Limits(), "gpu_lease": with_gpu_lease if is_zerogpu() else None}
     bundled = _build_bundled_model(arguments, **settings)
     served_models = [_build_served_model(source, arguments, bundled, **settings) for source in arguments.model]
     names = [served_model.name for served_model in served_models]
     if len(set(names)) < len(names):
         raise InputError(
-            "cli.model", "--model: names must be unique, got {names}. Rename a folder.", names=", ".join(names)
+            "cli.model", "--model must have unique names, got {names}. Rename a folder.", names=", ".join(names)
         )
     return served_models or [bundled]
 
