@@ -1,4 +1,4 @@
-"""What several test files share: a picture, a tiny random checkpoint, and a browser."""
+"""Shared fixtures: an image file, a tiny random checkpoint, random mask decoder weights and a browser."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from paligemma.benchmarks.tiny_tokenizer import build_tiny_tokenizer
 from paligemma.masks import MaskDecoder
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-# Uploads are named by their content, and an app that ends deletes its own: so no two test runs may share a folder.
+# Gradio names uploads by their content and deletes them on exit, so concurrent test runs need separate folders.
 _uploads = tempfile.TemporaryDirectory(prefix="paligemma-tests-")
 os.environ["GRADIO_TEMP_DIR"] = _uploads.name
-torch.set_num_threads(1)  # the models are tiny: more threads only wait for one another
+torch.set_num_threads(1)  # more threads only add overhead for tiny models
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in the hub's layout with a random PaliGemma 2 that answers with varied nonsense."""
+    """A folder in the hub's layout with a random PaliGemma 2 whose answers vary."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny-random"
     checkpoint.save_model(tiny_model("paligemma2"), folder)
     build_tiny_tokenizer().save(str(folder / "tokenizer.json"))
@@ -37,16 +37,22 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def picture_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A PNG of 64 x 48 pixels."""
-    path = tmp_path_factory.mktemp("pictures") / "picture.png"
+def image_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PNG image of 64 x 48 pixels."""
+    path = tmp_path_factory.mktemp("images") / "image.png"
     Image.linear_gradient("L").resize((64, 48)).convert("RGB").save(path)
     return path
 
 
 @pytest.fixture(scope="session")
+def picture_file(image_file: Path) -> Path:
+    """Old name of `image_file`."""
+    return image_file
+
+
+@pytest.fixture(scope="session")
 def vae_oid_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vae-oid.npz of random numbers, of the right names and shapes."""
+    """A vae-oid.npz with random parameters."""
     path = tmp_path_factory.mktemp("masks") / "vae-oid.npz"
     torch.manual_seed(0)
     np.savez(path, **{name: value.detach().numpy() for name, value in MaskDecoder().named_parameters()})
@@ -55,7 +61,7 @@ def vae_oid_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
-    """Debian's Chromium or another that is installed; none is downloaded. CI has to have one."""
+    """An installed Chromium or Chrome; required in CI, otherwise tests are skipped without it."""
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"none of {', '.join(BROWSERS)} is installed")
