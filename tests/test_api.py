@@ -36,25 +36,25 @@ def test_the_api_yields_before_any_work():
         ({"prompt": "x" * 3000}, "3000"),
     ],
 )
-def test_an_invalid_request_is_an_error(picture_file, change, message):
+def test_an_invalid_request_is_an_error(image_file, change, message):
     served_model = ready_served_model(FakeModel())
     with pytest.raises(gr.Error, match=message):
-        run_api(served_model, **{"image": picture_file, **change})
+        run_api(served_model, **{"image": image_file, **change})
     assert not served_model.model.requests
 
 
-def test_closing_the_handler_closes_the_stream(picture_file):
+def test_closing_the_handler_closes_the_stream(image_file):
     model = FakeModel(("▁a",) * 50, seconds_per_token=0.06)
     served_models = (ready_served_model(model),)
-    events = api.answer_over_api(served_models, upload(picture_file), "caption en", **DECODING)
+    events = api.answer_over_api(served_models, upload(image_file), "caption en", **DECODING)
     for _ in range(5):  # more values than it yields before the model runs
         next(events)
     events.close()
     assert 0 < model.closed_after < 10
 
 
-def test_each_token_is_one_event_and_the_last_has_detections_and_timing(picture_file):
-    events = run_api(ready_served_model(FakeModel(("▁a", "▁cat"))), picture_file)
+def test_each_token_is_one_event_and_the_last_has_detections_and_timing(image_file):
+    events = run_api(ready_served_model(FakeModel(("▁a", "▁cat"))), image_file)
     assert events[0]["step"] is None
     assert [event["step"]["index"] for event in events[1:]] == [0, 1, 2]
     assert [event["finish_reason"] for event in events] == [None, None, None, "eos"]
@@ -62,11 +62,11 @@ def test_each_token_is_one_event_and_the_last_has_detections_and_timing(picture_
     assert set(events[3]) - set(events[2]) == {"detections", "timing"}
 
 
-def test_requests_wait_while_the_model_loads(picture_file, monkeypatch):
+def test_requests_wait_while_the_model_loads(image_file, monkeypatch):
     monkeypatch.setattr(served_models, "WAIT_INTERVAL_S", 0.02)
     may_load = threading.Event()
     served_model = start_served_model(lambda progress: may_load.wait(10) and FakeModel())
-    events = api.answer_over_api((served_model,), upload(picture_file), "caption en", **DECODING)
+    events = api.answer_over_api((served_model,), upload(image_file), "caption en", **DECODING)
     assert [next(events)["step"] for _ in range(4)] == [None] * 4
     assert served_model.loading and served_model.describe()["state"] == "loading"
     may_load.set()
@@ -94,27 +94,27 @@ def stream(client: Client, image: Path, **changes) -> list[dict]:
     return list(job)
 
 
-def test_the_client_receives_one_event_per_token_in_order(client, picture_file, tiny_checkpoint):
-    events = [event for event in stream(client, picture_file) if event["step"]]
+def test_the_client_receives_one_event_per_token_in_order(client, image_file, tiny_checkpoint):
+    events = [event for event in stream(client, image_file) if event["step"]]
     assert [event["step"]["index"] for event in events] == list(range(len(events)))
     assert all(event["step"]["top"][0]["token_id"] == event["step"]["token_id"] for event in events)
     assert all(len(event["step"]["top"]) == 4 for event in events)
     assert "".join(event["step"]["text_delta"] for event in events) == events[-1]["text"]
-    result = paligemma.load(tiny_checkpoint).generate(open_image(picture_file), "detect cat", max_new_tokens=6, top_n=4)
+    result = paligemma.load(tiny_checkpoint).generate(open_image(image_file), "detect cat", max_new_tokens=6, top_n=4)
     assert [event["step"]["token_id"] for event in events] == list(result.token_ids)
     assert [event["step"]["logit"] for event in events] == [step.logit for step in result.steps]
     assert events[-1]["finish_reason"] == result.finish_reason
     assert set(events[-1]["timing"]) == {"image_s", "first_token_s", "total_s", "tokens_per_s"}
 
 
-def test_forced_ids_start_the_answer(client, picture_file):
-    free = [event["step"]["token_id"] for event in stream(client, picture_file) if event["step"]]
-    other = stream(client, picture_file, forced_ids=[*free[:2], free[0]])
+def test_forced_ids_start_the_answer(client, image_file):
+    free = [event["step"]["token_id"] for event in stream(client, image_file) if event["step"]]
+    other = stream(client, image_file, forced_ids=[*free[:2], free[0]])
     assert [event["step"]["token_id"] for event in other if event["step"]][:3] == [*free[:2], free[0]]
 
 
-def test_the_same_seed_gives_the_same_answer(client, picture_file):
-    first, second = (stream(client, picture_file, temperature=1.0, seed=5)[-1]["text"] for _ in range(2))
+def test_the_same_seed_gives_the_same_answer(client, image_file):
+    first, second = (stream(client, image_file, temperature=1.0, seed=5)[-1]["text"] for _ in range(2))
     assert first == second
 
 
@@ -122,10 +122,10 @@ def test_the_same_seed_gives_the_same_answer(client, picture_file):
     ("change", "message"),
     [({"top_n": 51}, "top_n must be"), ({"temperature": -1}, "temperature must be"), ({"image": None}, "Choose")],
 )
-def test_the_client_receives_the_error_message(client, picture_file, change, message):
+def test_the_client_receives_the_error_message(client, image_file, change, message):
     with pytest.raises(AppError, match=message):
         client.predict(
-            **{"image": handle_file(picture_file), "prompt": "a", **change},
+            **{"image": handle_file(image_file), "prompt": "a", **change},
             api_name="/generate",
         )
 
@@ -150,12 +150,12 @@ def test_files_of_the_server_are_not_opened(client, path, meta):
     assert '"token_id"' not in answer and Path(path).name not in answer
 
 
-def test_a_token_is_inspected(client, picture_file, tiny_checkpoint):
-    ids = [event["step"]["token_id"] for event in stream(client, picture_file) if event["step"]]
+def test_a_token_is_inspected(client, image_file, tiny_checkpoint):
+    ids = [event["step"]["token_id"] for event in stream(client, image_file) if event["step"]]
     inspection = client.predict(
-        image=handle_file(picture_file), prompt="detect cat", token_ids=ids, index=2, api_name="/inspect"
+        image=handle_file(image_file), prompt="detect cat", token_ids=ids, index=2, api_name="/inspect"
     )
-    found = lens.inspect(paligemma.load(tiny_checkpoint), open_image(picture_file), "detect cat", ids, 2)
+    found = lens.inspect(paligemma.load(tiny_checkpoint), open_image(image_file), "detect cat", ids, 2)
     assert inspection["grid"] == list(found.grid)
     assert inspection["attention"][1][0] == pytest.approx(found.attention[1, 0].tolist(), abs=1e-5)
     assert inspection["lens"][-1]["token_id"] == found.lens[-1].token_id

@@ -66,13 +66,13 @@ def open_page(browser, url, width: int = 1280, **settings):
 
 
 @pytest.fixture
-def page(browser, url, picture_file) -> Iterator:
+def page(browser, url, image_file) -> Iterator:
     """The page with an image. No dialog and no script error may appear."""
     page = open_page(browser, url, color_scheme="light")
     problems: list[str] = []
     page.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.set_input_files("#image input[type=file]", str(picture_file))
+    page.set_input_files("#image input[type=file]", str(image_file))
     page.wait_for_selector("#image-view .figure img")
     yield page
     page.close()
@@ -254,10 +254,10 @@ def test_step_generates_one_token(page):
 
 
 @pytest.mark.parametrize("width", [1280, 800, 390])
-def test_box_position_at_every_width(browser, url, picture_file, model, monkeypatch, width):
+def test_box_position_at_every_width(browser, url, image_file, model, monkeypatch, width):
     monkeypatch.setattr(model, "pieces", (*BOXES, "<eos>"))
     page = open_page(browser, url, width)
-    page.set_input_files("#image input[type=file]", str(picture_file))  # 64 x 48: not square
+    page.set_input_files("#image input[type=file]", str(image_file))  # 64 x 48: not square
     page.wait_for_selector("#image-view .figure img")
     run(page)
     page.wait_for_selector("#image-view .box")
@@ -530,9 +530,9 @@ def test_chinese_browser_gets_chinese_and_can_switch(browser, url, locale):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_page_fits_a_phone_in_both_color_schemes(browser, url, picture_file, scheme):
+def test_page_fits_a_phone_in_both_color_schemes(browser, url, image_file, scheme):
     page = open_page(browser, url, 390, color_scheme=scheme)
-    page.set_input_files("#image input[type=file]", str(picture_file))
+    page.set_input_files("#image input[type=file]", str(image_file))
     page.wait_for_selector("#image-view .figure img")
     run_until_done(page)
     for panel in ("objects", "attention", "runs", "candidates"):
@@ -544,11 +544,11 @@ def test_page_fits_a_phone_in_both_color_schemes(browser, url, picture_file, sch
     page.close()
 
 
-def test_long_words_do_not_stretch_the_page(browser, url, picture_file, model, monkeypatch):
+def test_long_words_do_not_stretch_the_page(browser, url, image_file, model, monkeypatch):
     right_edge = ("<loc0256>", "<loc0900>", "<loc0768>", "<loc1000>")
     monkeypatch.setattr(model, "pieces", (*right_edge, "▁" + "w" * 80, "<eos>"))
     page = open_page(browser, url, 390)
-    page.set_input_files("#image input[type=file]", str(picture_file))
+    page.set_input_files("#image input[type=file]", str(image_file))
     page.wait_for_selector("#image-view .figure img")
     for letter in "ab":
         run_until_done(page, "detect " + letter * 200)

@@ -55,15 +55,15 @@ def test_model_names_must_be_unique(tmp_path):
         build_served_models("--model", *map(str, folders))
 
 
-def test_without_a_bundled_model_the_page_explains_the_option(picture_file, monkeypatch, tmp_path):
+def test_without_a_bundled_model_the_page_explains_the_option(image_file, monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoint, "BUNDLED_FOLDER", tmp_path)
     (served_model,) = build_served_models()
     served_model.start()
-    last = run_page(Session((served_model,)), picture_file)[-1]
+    last = run_page(Session((served_model,)), image_file)[-1]
     assert last.status == served_model.status and last.status["code"] == "model.none"
     assert status_text(last) == messages.NO_MODEL
     with pytest.raises(gr.Error, match="--model"):
-        run_api(served_model, picture_file)
+        run_api(served_model, image_file)
 
 
 @pytest.mark.parametrize(

@@ -115,16 +115,16 @@ def test_the_library_answers_or_raises_what_it_says(served_model, image, prompt,
 
 @settings(max_examples=150)
 @given(prompt=ANY_PROMPT, request=requests())
-def test_the_page_and_the_api_answer_or_say_what_is_wrong(served_model, picture_file, prompt, request):
+def test_the_page_and_the_api_answer_or_say_what_is_wrong(served_model, image_file, prompt, request):
     on_page = {name: value for name, value in request.items() if name not in ("forced_ids", "time_limit")}
     session = Session((served_model,))
-    submit_run(session, picture_file, prompt, **on_page)
+    submit_run(session, image_file, prompt, **on_page)
     page_update = list(handlers.run_pending(session))
     assert all(one.encode() for one in page_update if isinstance(one, str))
     assert decoded(page_update[-1]).status["kind"] in ("done", "error")
     try:
         assert json.dumps(
-            list(api.answer_over_api((served_model,), upload(picture_file), prompt, **request))[-1], allow_nan=False
+            list(api.answer_over_api((served_model,), upload(image_file), prompt, **request))[-1], allow_nan=False
         )
     except gr.Error as error:
         assert error.message

@@ -46,10 +46,10 @@ def update_for_every_token(monkeypatch) -> None:
 # Earlier runs, inspection and files
 
 
-def test_an_earlier_run_is_shown_again(picture_file):
+def test_an_earlier_run_is_shown_again(image_file):
     session = make_session(FakeModel(("▁a", "▁cat")))
-    run_page(session, picture_file)
-    run_page(session, picture_file, "detect cat")
+    run_page(session, image_file)
+    run_page(session, image_file, "detect cat")
     update = decoded(handlers.show_run(session, event(run=1)))
     assert (
         update.token_strip["run"] == 1 and update.token_strip["start"] == 0 and len(update.token_strip["tokens"]) == 3
@@ -63,9 +63,9 @@ def test_an_earlier_run_is_shown_again(picture_file):
 @pytest.mark.parametrize(
     "data", [None, {}, "run index kind", {"run": [1], "index": {}, "runs": [[1]], "token_id": "1"}]
 )
-def test_malformed_event_data_is_handled(data, picture_file):
+def test_malformed_event_data_is_handled(data, image_file):
     session = make_session()
-    run_page(session, picture_file)
+    run_page(session, image_file)
     call = gr.EventData(None, data)
     assert handlers.submit_branch(session, call)["kind"] == "error"
     assert decoded(handlers.show_run(session, call)).status["kind"] == "error"
@@ -77,11 +77,11 @@ def test_malformed_event_data_is_handled(data, picture_file):
     assert answer(session) == [NO_UPDATE]
 
 
-def test_inspection_of_a_token(picture_file, monkeypatch):
+def test_inspection_of_a_token(image_file, monkeypatch):
     monkeypatch.setattr(lens, "inspect", fake_inspection)
     monkeypatch.setattr(lens, "image_shares", fake_image_shares)
     session = make_session()
-    run_page(session, picture_file)
+    run_page(session, image_file)
     _, inspection = list(handlers.inspect_token(session, event(run=1, index=1)))[-1]
     assert (inspection["run"], inspection["index"], inspection["attention"][0][0][1]) == (1, 1, 0.5)
     _, shares = list(handlers.image_shares(session, event(run=1)))[-1]
@@ -91,10 +91,10 @@ def test_inspection_of_a_token(picture_file, monkeypatch):
         assert status["kind"] == "error" and inspection == gr.skip()
 
 
-def test_a_run_is_exported_and_imported(picture_file, tmp_path):
+def test_a_run_is_exported_and_imported(image_file, tmp_path):
     session = make_session()
     assert handlers.export_run(session)[1] == gr.skip()  # no run yet
-    run_page(session, picture_file)
+    run_page(session, image_file)
     _, file = handlers.export_run(session)
     assert file["name"] == "run-1.json"
     other = make_session()
@@ -107,9 +107,9 @@ def test_a_run_is_exported_and_imported(picture_file, tmp_path):
     assert bad.status["kind"] == "error" and bad.token_strip == gr.skip()
 
 
-def test_a_run_of_another_model_is_shown_but_not_continued(picture_file, tmp_path):
+def test_a_run_of_another_model_is_shown_but_not_continued(image_file, tmp_path):
     session = make_session()
-    run_page(session, picture_file)
+    run_page(session, image_file)
     text = handlers.export_run(session)[1]["text"].replace('"name": "scripted"', '"name": "other"')
     import_file(session, tmp_path, text)
     handlers.submit_branch(session, event(run=2, index=0, token_id=1))
@@ -122,13 +122,13 @@ def processor_of_side(side: int) -> SimpleNamespace:
     )
 
 
-def test_another_model_gets_the_image_at_its_own_resolution(picture_file, tmp_path):
+def test_another_model_gets_the_image_at_its_own_resolution(image_file, tmp_path):
     session = make_session()
-    run_page(session, picture_file)
+    run_page(session, image_file)
     text = handlers.export_run(session)[1]["text"]
     smaller = FakeModel()
     smaller.processor = processor_of_side(28)
-    for image in (picture_file, None):  # an uploaded one, and one of an imported run
+    for image in (image_file, None):  # an uploaded one, and one of an imported run
         other = make_session(FakeModel(), ready_served_model(smaller, "smaller"))
         if image:
             handlers.show_image(other, upload(image))
@@ -138,12 +138,12 @@ def test_another_model_gets_the_image_at_its_own_resolution(picture_file, tmp_pa
         (image_view,) = [update.image_view for update in run_page(other, image) if update.image_view != gr.skip()]
         assert (image_view["width"], image_view["side"], image_view["patches"]) == (64, 28, 4)
         model_input = smaller.requests[-1]["image"]
-        expected = smaller.processor.resize(open_image(picture_file))
+        expected = smaller.processor.resize(open_image(image_file))
         difference = np.abs(np.asarray(model_input, dtype=int) - np.asarray(expected))
         assert difference.max() <= (0 if image else 8)  # the preview is a JPEG file
 
 
-def test_a_run_is_shown_with_the_mask_decoder_of_its_model(picture_file, tmp_path):
+def test_a_run_is_shown_with_the_mask_decoder_of_its_model(image_file, tmp_path):
     second = ready_served_model(FakeModel(SEGMENTED), "second")
     second.mask_decoder = MaskDecoder.load(BUNDLED_MASK_DECODER)
     capped = SimpleNamespace(final_logit_softcapping=30.0)
@@ -152,7 +152,7 @@ def test_a_run_is_shown_with_the_mask_decoder_of_its_model(picture_file, tmp_pat
     handlers.choose_model(session, "second")
     assert all(
         update.token_strip["soft_capped"]
-        for update in run_page(session, picture_file)
+        for update in run_page(session, image_file)
         if update.token_strip != gr.skip()
     )
     text = handlers.export_run(session)[1]["text"]
@@ -167,9 +167,9 @@ def test_a_run_is_shown_with_the_mask_decoder_of_its_model(picture_file, tmp_pat
     assert '"counts"' not in handlers.download_objects(other, event(run=1, kind="coco"))["text"]
 
 
-def test_objects_are_downloaded(picture_file):
+def test_objects_are_downloaded(image_file):
     session = make_session(FakeModel(("<loc0256>", "<loc0512>", "<loc0768>", "<loc1023>", "▁cat")))
-    run_page(session, picture_file)
+    run_page(session, image_file)
     png, coco = (handlers.download_objects(session, event(run=1, kind=kind)) for kind in ("png", "coco"))
     assert png["type"] == "image/png" and '"bbox"' in coco["text"] and png["serial"] != coco["serial"]
     assert handlers.download_objects(session, event(run=9, kind="png")) == gr.skip()
@@ -178,9 +178,9 @@ def test_objects_are_downloaded(picture_file):
 # Form
 
 
-def test_an_uploaded_image_is_shown_with_the_model_input(picture_file, tmp_path):
+def test_an_uploaded_image_is_shown_with_the_model_input(image_file, tmp_path):
     session = make_session()
-    status, image_view = handlers.show_image(session, upload(picture_file))
+    status, image_view = handlers.show_image(session, upload(image_file))
     assert status == gr.skip() and image_view["side"] == 56 and image_view["patches"] == 16
     assert handlers.show_image(session, None) == (gr.skip(), None)
     (tmp_path / "text.png").write_text("not an image")
@@ -198,17 +198,17 @@ def test_a_task_chip_only_writes_the_prompt():
     assert not session.served_model.model.requests
 
 
-def test_an_imported_image_can_be_used_for_new_runs(picture_file, tmp_path):
+def test_an_imported_image_can_be_used_for_new_runs(image_file, tmp_path):
     session = make_session()
-    run_page(session, picture_file)
+    run_page(session, image_file)
     other = make_session()
     import_file(other, tmp_path, handlers.export_run(session)[1]["text"])
     assert shown_pieces(run_page(other, None, "detect cat")) == ["␣a", "␣cat", "<eos>"]
 
 
-def test_an_example_fills_in_the_form_and_runs(picture_file):
+def test_an_example_fills_in_the_form_and_runs(image_file):
     session = make_session()
-    session.examples = (Example(picture_file, "detect cat", "me"),)
+    session.examples = (Example(image_file, "detect cat", "me"),)
     image_view, prompt, _ = handlers.submit_example(session, event(index=0), None, *DECODING.values())
     assert (image_view["width"], prompt) == (64, "detect cat")
     assert shown_pieces(answer(session)) == ["␣a", "␣cat", "<eos>"]
@@ -221,11 +221,11 @@ def test_an_example_fills_in_the_form_and_runs(picture_file):
 # Sessions
 
 
-def test_sessions_are_isolated(picture_file):
+def test_sessions_are_isolated(image_file):
     served_model = ready_served_model(FakeModel())
     one, other = Session((served_model,)), Session((served_model,))
-    run_page(one, picture_file, temperature=1.0, seed=5)
-    run_page(other, picture_file, "detect dog", temperature=1.0, seed=6)
+    run_page(one, image_file, temperature=1.0, seed=5)
+    run_page(other, image_file, "detect dog", temperature=1.0, seed=6)
     assert [run.request["seed"] for run in one.history] == [5]
     assert [run.request["prompt"] for run in other.history] == ["detect dog"]
     assert messages.RUN_EXPIRED in handlers.show_run(one, event(run=2)) and one.history.current.number == 1
@@ -235,11 +235,11 @@ def test_sessions_are_isolated(picture_file):
     )
 
 
-def test_the_history_of_a_session_is_bounded(picture_file, monkeypatch):
+def test_the_history_of_a_session_is_bounded(image_file, monkeypatch):
     monkeypatch.setattr(runs, "MAX_CANDIDATES", 30)  # three steps with three candidates per run
     session = make_session()
     for _ in range(6):
-        run_page(session, picture_file)
+        run_page(session, image_file)
     assert [run.number for run in session.history] == [3, 4, 5, 6]
 
 

@@ -204,8 +204,8 @@ def test_what_is_no_ordinary_file_is_refused_and_never_waited_for(name, tmp_path
     assert str(tmp_path) not in str(caught.value)
 
 
-def test_a_link_to_a_picture_is_a_picture(tmp_path, picture_file):
-    assert open_image(link(tmp_path, str(picture_file))).size == (64, 48)
+def test_a_link_to_a_picture_is_a_picture(tmp_path, image_file):
+    assert open_image(link(tmp_path, str(image_file))).size == (64, 48)
 
 
 def test_a_file_beyond_the_limit_is_not_read(tmp_path):
@@ -216,7 +216,7 @@ def test_a_file_beyond_the_limit_is_not_read(tmp_path):
         open_image(path)
 
 
-def test_few_pictures_are_decoded_at_a_time(tmp_path, picture_file, monkeypatch):
+def test_few_pictures_are_decoded_at_a_time(tmp_path, image_file, monkeypatch):
     running, most = [], []
 
     def count(path):
@@ -227,7 +227,7 @@ def test_few_pictures_are_decoded_at_a_time(tmp_path, picture_file, monkeypatch)
         return Image.open(path)
 
     monkeypatch.setattr(images, "open_image", count)
-    threads = [threading.Thread(target=images.read_input_image, args=(picture_file, PROCESSOR)) for _ in range(8)]
+    threads = [threading.Thread(target=images.read_input_image, args=(image_file, PROCESSOR)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -255,9 +255,9 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_any_text_is_a_prompt_and_can_be_sent_back(name, picture_file):
+def test_any_text_is_a_prompt_and_can_be_sent_back(name, image_file):
     session = make_session()
-    submit_run(session, picture_file, PROMPTS[name])
+    submit_run(session, image_file, PROMPTS[name])
     page_update = list(handlers.run_pending(session))
     assert all(one.encode() for one in page_update if isinstance(one, str))
     assert decoded(page_update[-1]).status["kind"] == "done"
@@ -272,12 +272,12 @@ def test_a_prompt_that_is_no_text_is_refused(prompt):
         read_prompt(prompt)
 
 
-def test_a_long_prompt_is_refused_with_both_numbers(picture_file):
+def test_a_long_prompt_is_refused_with_both_numbers(image_file):
     with pytest.raises(ValueError, match=f"{MAX_PROMPT_CHARACTERS + 1} characters; at most {MAX_PROMPT_CHARACTERS}"):
         read_prompt("x" * (MAX_PROMPT_CHARACTERS + 1))
     with pytest.raises(ValueError, match=f"{MAX_PROMPT_TOKENS + 1} tokens; at most {MAX_PROMPT_TOKENS}"):
         check_prompt_length(PROCESSOR, "x" * (MAX_PROMPT_TOKENS + 1))
-    last = run_page(make_session(), picture_file, "猫" * MAX_PROMPT_CHARACTERS)[-1]
+    last = run_page(make_session(), image_file, "猫" * MAX_PROMPT_CHARACTERS)[-1]
     assert "2000 tokens; at most 512" in last.status["text"]
 
 
@@ -345,9 +345,9 @@ def store(server: str, content: bytes) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def inputs(server, picture_file) -> list[Any]:
+def inputs(server, image_file) -> list[Any]:
     """What a right call of /generate sends."""
-    (path,) = json.loads(store(server, picture_file.read_bytes())[1])
+    (path,) = json.loads(store(server, image_file.read_bytes())[1])
     stored = {"path": path, "meta": {"_type": "gradio.FileData"}}
     return [stored, "caption en", 5, 0, 0, 1, None, 3, None, None, None]
 
@@ -443,13 +443,13 @@ def test_every_event_of_the_page_bears_values_of_any_kind(server):
                 assert status == 200 or json.loads(text)["error"], (event["api_name"], value, data, text)
 
 
-def test_strangers_calls_do_not_disturb_another_visitor(server, inputs, picture_file):
+def test_strangers_calls_do_not_disturb_another_visitor(server, inputs, image_file):
     events: list[list[dict]] = []
 
     def session() -> None:
         client = Client(server, verbose=False)
         for _ in range(5):
-            job = client.submit(image=handle_file(picture_file), prompt="caption en", top_n=3, api_name="/generate")
+            job = client.submit(image=handle_file(image_file), prompt="caption en", top_n=3, api_name="/generate")
             events.append([event["step"]["piece"] for event in job if event["step"]])
 
     visitor = threading.Thread(target=session)
@@ -553,9 +553,9 @@ def test_a_file_with_a_byte_order_mark_is_read():
     assert run_file.read_run(b"\xef\xbb\xbf" + json.dumps(document()).encode(), 3).number == 3
 
 
-def test_a_refused_import_leaves_the_page_as_it_was(picture_file, tmp_path):
+def test_a_refused_import_leaves_the_page_as_it_was(image_file, tmp_path):
     session = make_session()
-    run_page(session, picture_file)
+    run_page(session, image_file)
     preview = session.history.current
     refused = decoded(import_file(session, tmp_path, "{}"))
     assert refused.status["kind"] == "error" and session.history.current is preview

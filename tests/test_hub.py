@@ -271,10 +271,10 @@ AFTER_THE_DOWNLOAD = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_failure_is_one_line_in_the_terminal(env, case, picture_file, capsys):
+def test_failure_is_one_line_in_the_terminal(env, case, image_file, capsys):
     set_up, flags, message = CASES[case]
     set_up(env)
-    arguments = [str(picture_file), "caption en", "--model", "owner/model", "--dtype", "float32", "--device", "cpu"]
+    arguments = [str(image_file), "caption en", "--model", "owner/model", "--dtype", "float32", "--device", "cpu"]
     assert command_line.main([*arguments, *flags]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -318,12 +318,12 @@ def test_documented_failures_are_these_cases():
     assert len(named) > 25 and set(named) <= CASES.keys()
 
 
-def test_bundled_model_answers_instead_of_a_failed_one(env, bundled, picture_file):
+def test_bundled_model_answers_instead_of_a_failed_one(env, bundled, image_file):
     env.hub.gated = True
     env.set(cli, "_build_bundled_model", lambda arguments, **_: bundled)
     (served_model,) = cli.build_served_models(cli.build_parser().parse_args(["--model", "owner/model"]))
     served_model.load_now()
-    upload = {"path": str(picture_file), "meta": {"_type": "gradio.FileData"}}
+    upload = {"path": str(image_file), "meta": {"_type": "gradio.FileData"}}
     events = list(api.answer_over_api((served_model,), upload, "caption en", 4, 0, 0, 1))
     assert events[-1]["finish_reason"] and events[-1]["text"]
     described = served_model.describe()
@@ -335,9 +335,9 @@ def test_bundled_model_answers_instead_of_a_failed_one(env, bundled, picture_fil
     assert "gated" in described["message"]
 
 
-def test_command_line_uses_the_hub_of_the_environment(env, picture_file, tmp_path):
+def test_command_line_uses_the_hub_of_the_environment(env, image_file, tmp_path):
     env.hub.gated = True
-    command = [sys.executable, "-m", "paligemma", str(picture_file), "caption en", "--model", "owner/model"]
+    command = [sys.executable, "-m", "paligemma", str(image_file), "caption en", "--model", "owner/model"]
     environment = {**os.environ, "HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path), "HF_TOKEN": UNLICENSED}
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1

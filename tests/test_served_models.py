@@ -57,16 +57,16 @@ def test_the_badge_shows_progress_and_then_the_model():
     assert chips["chips"]
 
 
-def test_models_load_when_they_are_selected(picture_file):
+def test_models_load_when_they_are_selected(image_file):
     second = ServedModel("second", lambda progress: FakeModel(("▁second",)))
     session = make_session(FakeModel(("▁first",)), second)
-    assert shown_pieces(run_page(session, picture_file)) == ["␣first", "<eos>"]
+    assert shown_pieces(run_page(session, image_file)) == ["␣first", "<eos>"]
     assert second.describe()["state"] == "not loaded"
     assert second.describe()["message"] == "second loads on first use"
     handlers.choose_model(session, "second")
-    assert shown_pieces(run_page(session, picture_file)) == ["␣second", "<eos>"]
+    assert shown_pieces(run_page(session, image_file)) == ["␣second", "<eos>"]
     with pytest.raises(gr.Error, match="one of scripted, second"):
-        list(api.answer_over_api(session.served_models, upload(picture_file), "a", **DECODING, model="third"))
+        list(api.answer_over_api(session.served_models, upload(image_file), "a", **DECODING, model="third"))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_models_load_when_they_are_selected(picture_file):
         (RuntimeError("secret"), "Internal error (RuntimeError). See the server log."),
     ],
 )
-def test_a_failed_load_is_reported(error, message, picture_file):
+def test_a_failed_load_is_reported(error, message, image_file):
     def fail(progress):
         raise error
 
@@ -84,15 +84,15 @@ def test_a_failed_load_is_reported(error, message, picture_file):
     assert served_model.join(10)
     text = messages.format_message(served_model.status)
     assert text.startswith("broken could not be loaded. ") and message in text and "secret" not in text
-    assert status_text(run_page(Session((served_model,)), picture_file)[-1]) == text
+    assert status_text(run_page(Session((served_model,)), image_file)[-1]) == text
 
 
-def test_a_request_waits_for_loading_until_its_time_limit(picture_file):
+def test_a_request_waits_for_loading_until_its_time_limit(image_file):
     never = threading.Event()
     served_model = ServedModel("slow", lambda progress: never.wait(30), limits=Limits(seconds=0))
     served_model.start()
     session = Session((served_model,))
-    assert "slow is still loading" in status_text(run_page(session, picture_file)[-1])
+    assert "slow is still loading" in status_text(run_page(session, image_file)[-1])
     never.set()
 
 
@@ -106,7 +106,7 @@ def copy_with_mask_decoder(folder: Path, file: Path, tmp_path: Path) -> Path:
     return copied
 
 
-def test_a_mask_decoder_in_the_checkpoint_folder_is_used(tiny_checkpoint, vae_oid_file, picture_file, tmp_path):
+def test_a_mask_decoder_in_the_checkpoint_folder_is_used(tiny_checkpoint, vae_oid_file, image_file, tmp_path):
     folder = copy_with_mask_decoder(tiny_checkpoint, vae_oid_file, tmp_path)
     (served_model,) = cli.build_served_models(
         cli.build_parser().parse_args(["--model", str(folder), "--device", "cpu"])
@@ -114,18 +114,18 @@ def test_a_mask_decoder_in_the_checkpoint_folder_is_used(tiny_checkpoint, vae_oi
     served_model.load_now()
     assert served_model.mask_decoder is not None
     served_model.model = FakeModel(SEGMENTED)
-    last = run_page(Session((served_model,)), picture_file)[-1].objects
+    last = run_page(Session((served_model,)), image_file)[-1].objects
     assert last["objects"][0]["mask"].startswith("data:image/png") and not last["has_codes"]
-    assert "mask" in run_api(served_model, picture_file)[-1]["detections"][0]
+    assert "mask" in run_api(served_model, image_file)[-1]["detections"][0]
 
 
-def test_without_a_mask_decoder_boxes_are_drawn(picture_file):
+def test_without_a_mask_decoder_boxes_are_drawn(image_file):
     def refuse() -> Path:
         raise OSError("offline")
 
     served_model = ServedModel("hub", lambda progress: FakeModel(SEGMENTED), [], refuse)
     served_model.load_now()
-    last = run_page(Session((served_model,)), picture_file)[-1].objects
+    last = run_page(Session((served_model,)), image_file)[-1].objects
     assert last["objects"][0]["mask"] is None and last["has_codes"]
     assert len(last["objects"][0]["box"]) == 4
 
@@ -197,41 +197,41 @@ def test_one_forward_pass_at_a_time_and_requests_alternate():
 # Limits and log
 
 
-def test_requests_are_limited(picture_file):
+def test_requests_are_limited(image_file):
     model = FakeModel()
     served_model = ServedModel("scripted", lambda progress: model, limits=Limits(max_new_tokens=20, seconds=30))
     served_model.load_now()
     with pytest.raises(gr.Error, match="max_new_tokens must be <= 20 on this server, got 21"):
-        run_api(served_model, picture_file, max_new_tokens=21)
-    last = run_page(Session((served_model,)), picture_file, max_new_tokens=21)[-1]
+        run_api(served_model, image_file, max_new_tokens=21)
+    last = run_page(Session((served_model,)), image_file, max_new_tokens=21)[-1]
     assert last.status["kind"] == "error" and last.token_strip == gr.skip()
     for requested, applied in ((None, 30), (5, 5), (10**9, 30)):
-        run_api(served_model, picture_file, time_limit=requested)
+        run_api(served_model, image_file, time_limit=requested)
         assert model.requests[-1]["time_limit"] == applied
     sliders = [block for block in ui.build_app(served_model).blocks.values() if isinstance(block, gr.Slider)]
     assert sliders[0].maximum == 20 and sliders[0].value <= 20
 
 
-def test_the_log_has_one_line_per_request_and_no_user_data(picture_file, monkeypatch, caplog):
+def test_the_log_has_one_line_per_request_and_no_user_data(image_file, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     model = FakeModel(("▁private", "▁answer"))
     served_model = ready_served_model(model, "scripted")
     prompt = "detect secret\n2026 ERROR \x1b[31m hf_aaaaaaaaaaaaaaaaaaaa"
-    run_page(Session((served_model,)), picture_file, prompt)
+    run_page(Session((served_model,)), image_file, prompt)
     with pytest.raises(gr.Error):
-        run_api(served_model, picture_file, prompt, temperature="secret")
+        run_api(served_model, image_file, prompt, temperature="secret")
 
     def break_off(*_, **__):
         raise KeyError(prompt)
         yield
 
     monkeypatch.setattr(model, "stream", break_off)
-    run_page(Session((served_model,)), picture_file, prompt)
+    run_page(Session((served_model,)), image_file, prompt)
     lines = [record.getMessage() for record in caplog.records if record.name == "paligemma.app"]
     assert re.fullmatch(r"request: model=scripted tokens=3 first=0.01 total=\d\.\d\d outcome=eos", lines[0])
     assert re.fullmatch(r"request refused: \w+Error", lines[1])
     assert re.fullmatch(r"request: model=scripted tokens=0 first=- total=\d\.\d\d outcome=KeyError", lines[2])
     assert re.match(r"request failed: KeyError at test_served_models\.py:\d+ ", lines[3]) and len(lines) == 4
     assert all("\n" not in line for line in lines)
-    for private in ("secret", "answer", picture_file.name, "hf_", "\x1b"):
+    for private in ("secret", "answer", image_file.name, "hf_", "\x1b"):
         assert private not in caplog.text

@@ -85,54 +85,54 @@ def texts(job) -> list[str]:
 # Concurrent clients
 
 
-def test_eight_concurrent_clients_get_the_same_answers_as_alone(tiny_checkpoint, picture_file):
+def test_eight_concurrent_clients_get_the_same_answers_as_alone(tiny_checkpoint, image_file):
     requests = [{"prompt": f"detect {name}", "temperature": 1.0, "seed": seed} for seed, name in enumerate("abcdefgh")]
     with served(load_tiny(tiny_checkpoint)) as app:
         clients = [client_of(app) for _ in requests]
-        alone = [texts(submit(clients[0], picture_file, max_new_tokens=8, **request)) for request in requests]
+        alone = [texts(submit(clients[0], image_file, max_new_tokens=8, **request)) for request in requests]
         jobs = [
-            submit(client, picture_file, max_new_tokens=8, **request)
+            submit(client, image_file, max_new_tokens=8, **request)
             for client, request in zip(clients, requests, strict=True)
         ]
         assert [texts(job) for job in jobs] == alone
     assert len(set(map(tuple, alone))) > 1
 
 
-def test_a_full_queue_rejects_the_next_request_only(picture_file):
+def test_a_full_queue_rejects_the_next_request_only(image_file):
     model = GatedModel()
     served_model = ServedModel("gated", lambda progress: model, limits=Limits(waiting=2))
     served_model.load_now()
     with served(served_model) as app:
         client = client_of(app)
-        first = submit(client, picture_file)
+        first = submit(client, image_file)
         wait_until(lambda: first.outputs() and first.outputs()[-1]["step"])
-        waiting = [submit(client, picture_file) for _ in range(2)]
+        waiting = [submit(client, image_file) for _ in range(2)]
         wait_until(lambda: len(app._queue) == 2)
-        refused = submit(client_of(app), picture_file)
+        refused = submit(client_of(app), image_file)
         with pytest.raises(Exception, match="Queue is full! Please try again"):
             refused.result(timeout=60)
         model.gate.set()
         assert all(texts(job) == [" a", " a cat", " a cat"] for job in (first, *waiting))
 
 
-def test_a_run_works_after_twenty_canceled_requests(picture_file):
+def test_a_run_works_after_twenty_canceled_requests(image_file):
     model = FakeModel(("▁a", "▁cat"), 0.15)
     with served(ready_served_model(model)) as app:
         client = client_of(app)
         for count in range(1, 21):
-            job = submit(client, picture_file)
+            job = submit(client, image_file)
             wait_until(lambda count=count: len(model.requests) == count)
             job.cancel()
         model.seconds_per_token = 0.0
-        assert texts(submit(client, picture_file)) == [" a", " a cat", " a cat"]
+        assert texts(submit(client, image_file)) == [" a", " a cat", " a cat"]
         assert len(model.requests) == 21
 
 
-def test_generation_stops_when_the_client_disconnects(picture_file):
+def test_generation_stops_when_the_client_disconnects(image_file):
     model = FakeModel(("▁a",) * 500, 0.05)
     with served(ready_served_model(model)) as app:
         client = client_of(app)
-        path = client_upload(app, picture_file)
+        path = client_upload(app, image_file)
         url = f"{app.local_url}gradio_api/call/generate"
         data = {"data": [{"path": path, "meta": {"_type": "gradio.FileData"}}, "a", 512, 0, 0, 1, None, 1] + [None] * 3}
         sent = urllib.request.Request(url, json.dumps(data).encode(), {"Content-Type": "application/json"})
@@ -142,7 +142,7 @@ def test_generation_stops_when_the_client_disconnects(picture_file):
         wait_until(lambda: model.closed_after is not None)
         assert model.closed_after < 500
         model.pieces, model.seconds_per_token = ("▁b", "<eos>"), 0.0
-        assert texts(submit(client, picture_file)) == [" b", " b"]
+        assert texts(submit(client, image_file)) == [" b", " b"]
 
 
 def client_upload(app: gr.Blocks, image: Path) -> str:
@@ -204,17 +204,17 @@ def test_healthz_reports_the_state_of_the_models_without_sign_in(tiny_checkpoint
         assert (status, body["state"]) == (200, "ready") and "/" not in json.dumps(body)
 
 
-def test_sign_in_is_required_for_uploads_and_calls(picture_file):
+def test_sign_in_is_required_for_uploads_and_calls(image_file):
     with served(ready_served_model(FakeModel()), auth=[("ann", "secret")]) as app:
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            client_upload(app, picture_file)
+            client_upload(app, image_file)
         for auth in (None, ("ann", "wrong")):
             with pytest.raises(Exception):  # noqa: B017 - the client raises different types
                 client_of(app, auth=auth).predict(api_name="/models")
-        assert texts(submit(client_of(app, auth=("ann", "secret")), picture_file))[-1] == " a cat"
+        assert texts(submit(client_of(app, auth=("ann", "secret")), image_file))[-1] == " a cat"
 
 
-def test_a_full_disk_is_reported_and_the_next_upload_works(picture_file, monkeypatch):
+def test_a_full_disk_is_reported_and_the_next_upload_works(image_file, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
@@ -223,13 +223,13 @@ def test_a_full_disk_is_reported_and_the_next_upload_works(picture_file, monkeyp
         with monkeypatch.context() as patched:
             patched.setattr("gradio.route_utils.NamedTemporaryFile", full)
             with pytest.raises(urllib.error.HTTPError) as raised:
-                client_upload(app, picture_file)
+                client_upload(app, image_file)
         assert raised.value.code == 507 and "disk is full" in raised.value.read().decode()
-        assert texts(submit(client, picture_file))[-1] == " a cat"
+        assert texts(submit(client, image_file))[-1] == " a cat"
 
 
 @pytest.mark.browser
-def test_the_page_shows_the_queue_position_and_a_full_queue(browser, picture_file):
+def test_the_page_shows_the_queue_position_and_a_full_queue(browser, image_file):
     served_model = ServedModel("slow", lambda progress: FakeModel(("▁a",) * 25, 0.2), limits=Limits(waiting=1))
     served_model.load_now()
     with served(served_model) as app:
@@ -238,7 +238,7 @@ def test_the_page_shows_the_queue_position_and_a_full_queue(browser, picture_fil
             page.set_default_timeout(60_000)
             page.goto(app.local_url)
             page.wait_for_selector("#tasks .chip")
-            page.set_input_files("#image input[type=file]", str(picture_file))
+            page.set_input_files("#image input[type=file]", str(image_file))
             page.wait_for_selector("#image-view .figure img")
         running, waiting, rejected = pages
         running.click("#run")
@@ -299,12 +299,12 @@ def start_slow_app(tmp_path: Path, seconds: float, port: int) -> subprocess.Pope
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals cannot be caught on Windows")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_process_exits_cleanly_during_generation(number, tmp_path, picture_file):
+def test_the_process_exits_cleanly_during_generation(number, tmp_path, image_file):
     port = free_port()
     server = start_slow_app(tmp_path, 60.0, port)  # a step takes a minute; the exit does not wait for it
     try:
         client = Client(f"http://127.0.0.1:{port}/", verbose=False)
-        job = submit(client, picture_file)
+        job = submit(client, image_file)
         wait_until(lambda: job.outputs())
         assert list(tmp_path.glob("paligemma-*"))
     finally:
