@@ -151,9 +151,7 @@ def test_a_run_is_shown_with_the_mask_decoder_of_its_model(image_file, tmp_path)
     session = make_session(FakeModel(), second)
     handlers.choose_model(session, "second")
     assert all(
-        update.token_strip["soft_capped"]
-        for update in run_page(session, image_file)
-        if update.token_strip != gr.skip()
+        update.token_strip["soft_capped"] for update in run_page(session, image_file) if update.token_strip != gr.skip()
     )
     text = handlers.export_run(session)[1]["text"]
     handlers.choose_model(session, "scripted")
