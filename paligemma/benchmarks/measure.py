@@ -199,7 +199,7 @@ def kernels_of(vlm: paligemma.PaliGemma) -> str:
 
 def work_of(vlm: paligemma.PaliGemma, quantize: str | None) -> Work:
     """The work of one of ours, whose keys and values may be kept in another type than the weights."""
-    return Work.of(vlm.config, vlm.dtype, quantize, getattr(vlm.model, "hidden_dtype", None))
+    return Work.of(vlm.config, vlm.dtype, quantize, getattr(vlm.model, "activation_dtype", None))
 
 
 def forced_ids(vlm: paligemma.PaliGemma, count: int) -> list[int]:

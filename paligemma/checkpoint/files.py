@@ -49,9 +49,10 @@ def wrap_os_errors(folder: Path) -> Iterator[None]:
 
 
 def require_files(names: Collection[str], place: str, can_convert: bool = False) -> None:
-    """Raise CheckpointError unless a folder or repository with these file names may contain a checkpoint.
+    """Raise CheckpointError if the files of a folder or repository do not form a checkpoint.
 
     Args:
+        names: of the files.
         place: the folder or hub id, for the message.
         can_convert: whether tokenizer.model is accepted instead of tokenizer.json; see `load_tokenizer`.
     """

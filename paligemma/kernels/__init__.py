@@ -101,7 +101,7 @@ def replace_linears(
     backend: Backend,
     on_replaced: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Replace linear modules by those of a backend, one by one. The result is for inference only.
+    """Replace linear modules by those of a backend, one by one. The model is then for inference only.
 
     Args:
         weights: module names in `model`, each with a function that reads the weight in its stored dtype.

@@ -18,8 +18,8 @@ from paligemma.kernels.linear import InferenceLinear, is_accurate
 from paligemma.kernels.store import QuantizedStore, QuantizedWeight
 
 LEVELS = 127  # symmetric: -127 to 127
-# Attention projections get a second int8 term per weight; they are 9% of PaliGemma 3B. Without it, their rounding error
-# dominates that of random models; with it, int8's total error is below bfloat16's.
+# Attention projections, 9% of the weights of PaliGemma 3B, get a second int8 term. In random models, their rounding
+# error dominates without it, and the total error is below bfloat16's with it.
 RESIDUAL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 WEIGHTS_PER_BLOCK = 2**20  # quantized at a time in float32, to fit the CPU cache
 ACTIVATIONS_PER_BLOCK = 2**18
@@ -152,7 +152,7 @@ class WeightOnlyInt8Linear(InferenceLinear):
 
 
 class DequantizeInt8Linear(WeightOnlyInt8Linear):
-    """Dequantizes the whole weight in each call: slow, works on every device, and specifies the other kernels."""
+    """Dequantizes the whole weight in each call. Slow, but works on every device; the reference for other kernels."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.values.to(x.dtype) * self.scales[:, None].to(x.dtype))
