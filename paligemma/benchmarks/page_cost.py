@@ -1,8 +1,8 @@
-"""What the page costs: time beside the same generation without it, bytes a page event, updates a second.
+"""Measure the overhead of the page: time added to generation, bytes per update, updates per second.
 
     python -m paligemma.benchmarks.page_cost [--model FOLDER_OR_HUB_ID] [--tokens 60]
 
-Once as fast as the model is, and once with a model that takes 100 ms a token. Drives an installed Chromium or Chrome.
+Measured with at least 100 ms per token and at full speed. Needs an installed Chromium or Chrome.
 """
 
 from __future__ import annotations
@@ -26,91 +26,95 @@ from paligemma.webapp.served_models import ServedModel
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-PICTURE = paths.ASSETS / "examples" / "garden.png"
+IMAGE = paths.ASSETS / "examples" / "garden.png"
 PROMPT = "caption en"
-# From the key press to the finished answer, in milliseconds, by the browser's own clock.
+# Smaller messages are heartbeats and acknowledgements.
+MIN_UPDATE_BYTES = 200
+# Milliseconds from the key press to the complete answer, by the browser's clock.
 STOPWATCH = """() => {
-  let began;
-  document.addEventListener("keydown", () => (began = performance.now()), { capture: true, once: true });
-  window.stopwatch = new Promise((stop) => {
-    const notice = document.querySelector("#status .part");
-    const look = () => began && notice.classList.contains("done") && stop(performance.now() - began);
-    new MutationObserver(look).observe(notice, { attributes: true });
+  let start;
+  document.addEventListener("keydown", () => (start = performance.now()), { capture: true, once: true });
+  window.stopwatch = new Promise((resolve) => {
+    const status = document.querySelector("#status .part");
+    const check = () => start && status.classList.contains("done") && resolve(performance.now() - start);
+    new MutationObserver(check).observe(status, { attributes: true });
   });
 }"""
 
 
 class PacedModel:
-    """A model that writes exactly `num_tokens` tokens, each after at least `seconds_a_token`.
+    """A model that generates exactly `num_tokens` tokens, each in at least `seconds_per_token`.
 
-    Its likeliest first token is repeated by force, so that no end token ends the measurement.
+    It repeats its most likely first token that is not an end token by `forced_ids`.
     """
 
-    def __init__(self, model: paligemma.PaliGemma, num_tokens: int, seconds_a_token: float) -> None:
+    def __init__(self, model: paligemma.PaliGemma, num_tokens: int, seconds_per_token: float) -> None:
         self._model = model
         self._num_tokens = num_tokens
-        self._seconds_a_token = seconds_a_token
+        self._seconds_per_token = seconds_per_token
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def stream(self, image: Any, prompt: str, **options: Any) -> Generator[paligemma.Step, None, Any]:
         with closing(self._model.stream(image, prompt)) as stream:
-            likely = [candidate.token_id for candidate in next(stream).top]
-        repeated = next(token_id for token_id in likely if token_id not in self._model.config.eos_token_ids)
+            candidates = [candidate.token_id for candidate in next(stream).top]
+        repeated = next(token_id for token_id in candidates if token_id not in self._model.config.eos_token_ids)
         changes = {"forced_ids": (repeated,) * self._num_tokens, "max_new_tokens": self._num_tokens}
         steps = self._model.stream(image, prompt, **{**options, **changes})
         while True:
-            began = time.perf_counter()
+            start = time.perf_counter()
             try:
                 step = next(steps)
             except StopIteration as end:
                 return end.value
-            time.sleep(max(0.0, self._seconds_a_token - (time.perf_counter() - began)))
+            time.sleep(max(0.0, self._seconds_per_token - (time.perf_counter() - start)))
             yield step
 
 
-def seconds_alone(model: PacedModel) -> float:
-    """Seconds of the same generation without a page."""
-    image = open_image(PICTURE)
-    began = time.perf_counter()
+def measure_generation(model: PacedModel) -> float:
+    """Seconds of the generation without the page."""
+    image = open_image(IMAGE)
+    start = time.perf_counter()
     for _ in model.stream(image, PROMPT, top_n=10):
         pass
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def measure_page(browser: Browser, model: PacedModel) -> tuple[float, list[tuple[float, int]]]:
-    """Seconds from Enter to the finished answer, and (time, bytes) of everything that came over the wire."""
-    served_model = ServedModel("bench", lambda progress: model)
+def measure_page(browser: Browser, model: PacedModel) -> tuple[float, list[int]]:
+    """Seconds from Enter to the complete answer, and the size in bytes of each page update."""
+    served_model = ServedModel("benchmark", lambda progress: model)
     served_model.start()
     blocks = ui.build_app(served_model)
     server.launch(blocks, prevent_thread_lock=True, quiet=True)
     page = open_page(browser, blocks.local_url, 1280)
-    page.set_input_files("#image input[type=file]", str(PICTURE))
-    page.wait_for_selector("#image-view .picture img")
+    page.set_input_files("#image input[type=file]", str(IMAGE))
+    page.wait_for_selector("#image-view .figure img")
     page.fill("#prompt textarea", PROMPT)
-    received: list[tuple[float, int]] = []
+    received: list[int] = []
     network = page.context.new_cdp_session(page)
     network.send("Network.enable")
-    network.on("Network.dataReceived", lambda event: received.append((event["timestamp"], event["dataLength"])))
+    network.on("Network.dataReceived", lambda event: received.append(event["dataLength"]))
     page.evaluate(STOPWATCH)
     page.press("#prompt textarea", "Enter")
     seconds = page.evaluate("stopwatch") / 1000
     page.close()
     blocks.close()
-    return seconds, received
+    return seconds, [size for size in received if size > MIN_UPDATE_BYTES]
 
 
 def report(name: str, browser: Browser, model: PacedModel, num_tokens: int) -> None:
-    alone = seconds_alone(model)
-    with_page, received = measure_page(browser, model)
-    streamed = [size for _, size in received if size > 200]  # heartbeats and acknowledgements are smaller
-    third = max(1, len(streamed) // 3)
-    early, late = (statistics.median(part) for part in (streamed[:third], streamed[-third:]))
+    """Measure one model and print the results."""
+    without_page = measure_generation(model)
+    with_page, updates = measure_page(browser, model)
+    third = max(1, len(updates) // 3)
+    first, last = (statistics.median(sizes) for sizes in (updates[:third], updates[-third:]))
     print(f"{name}: {num_tokens} tokens")
-    print(f"  alone {alone:.2f} s, with the page {with_page:.2f} s: {100 * (with_page / alone - 1):+.1f} %")
-    print(f"  {len(streamed)} events, {len(streamed) / with_page:.1f} a second")
-    print(f"  bytes an event: {early:.0f} in the first third, {late:.0f} in the last")
+    print(
+        f"  without page {without_page:.2f} s, with page {with_page:.2f} s: {100 * (with_page / without_page - 1):+.1f} %"
+    )
+    print(f"  {len(updates)} updates, {len(updates) / with_page:.1f} per second")
+    print(f"  median bytes per update: {first:.0f} in the first third, {last:.0f} in the last")
 
 
 def main() -> None:
@@ -121,7 +125,7 @@ def main() -> None:
     vlm = paligemma.load(arguments.model)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
-        for name, seconds in (("at 100 ms a token", 0.1), ("as fast as it is", 0.0)):
+        for name, seconds in (("100 ms per token", 0.1), ("full speed", 0.0)):
             report(name, browser, PacedModel(vlm, arguments.tokens, seconds), arguments.tokens)
         browser.close()
 

@@ -1,8 +1,8 @@
-"""Take the README's pictures of the page: 1280 and 390 pixels wide, light and dark, with an example that has run.
+"""Take the README's screenshots: an example's answer at 1280 and 390 pixels, in the light and the dark theme.
 
-    python -m paligemma.tools.screenshots [--model FOLDER_OR_HUB_ID] [--to FOLDER] [--example 5]
+    python -m paligemma.tools.screenshots [--model FOLDER_OR_HUB_ID] [--to FOLDER] [--example 11] [--locale en-US]
 
-Drives an installed Chromium or Chrome.
+The token with the highest entropy is selected. Needs an installed Chromium or Chrome.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import gradio as gr
 from playwright.sync_api import sync_playwright
@@ -22,53 +22,72 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WIDTHS = {1280: 1000, 390: 844}
-SCHEMES = ("light", "dark")
+# Width of the window -> its height, in pixels.
+SIZES = {1280: 1000, 390: 844}
+Theme = Literal["light", "dark"]
+THEMES: tuple[Theme, ...] = ("light", "dark")
 TIMEOUT_MS = 300_000
 
 
 def find_browser() -> str:
-    """The path of an installed browser; SystemExit where there is none."""
+    """Path of an installed browser; SystemExit if there is none."""
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
-        raise SystemExit(f"none of {', '.join(BROWSERS)} is installed")
+        raise SystemExit(f"No browser found. Install one of {', '.join(BROWSERS)}.")
     return path
 
 
-def open_page(browser: Browser, url: str, width: int, scheme: str = "light") -> Page:
-    """The page in English, once its model is ready."""
-    height = WIDTHS.get(width, 1000)
-    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme, locale="en-US")
+def open_page(browser: Browser, url: str, width: int, theme: Theme = "light", locale: str = "en-US") -> Page:
+    """Open the page and wait until its model is loaded."""
+    height = SIZES.get(width, 1000)
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=theme, locale=locale)
     page.set_default_timeout(TIMEOUT_MS)
     page.goto(url)
     page.wait_for_selector("#badge .status.done")
     return page
 
 
-def run_example(page: Page, number: int) -> None:
-    """Press an example, counted from 0, and wait for its answer."""
-    page.click(f"#example-chips button >> nth={number}")
-    page.wait_for_selector("#image-view .picture img")
+def run_example(page: Page, index: int) -> None:
+    """Run an example and wait for its answer."""
+    page.click(f"#example-chips button >> nth={index}")
+    page.wait_for_selector("#image-view .figure img")
     page.wait_for_selector("#status .status.done")
 
 
-def main() -> None:
+def select_uncertain_token(page: Page) -> None:
+    """Select the token with the highest entropy, to show its candidates."""
+    entropies = page.locator("#token-strip .token").evaluate_all(
+        """(tokens) => tokens.map((token) => {
+          token.click();
+          return Number(document.querySelector("#candidates .metrics b").textContent);
+        })"""
+    )
+    page.click(f"#token-strip .token >> nth={entropies.index(max(entropies))}")
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder or a hub id (default: the bundled model)")
     parser.add_argument("--to", type=Path, default=paths.ASSETS / "screenshots", help="default: %(default)s")
-    parser.add_argument("--example", type=int, default=5, help="counted from 0 (default: %(default)s)")
-    arguments = parser.parse_args()
+    parser.add_argument("--example", type=int, default=11, help="index of the example (default: %(default)s)")
+    parser.add_argument("--locale", default="en-US", help="language of the browser (default: %(default)s)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
     blocks = serve(arguments.model)
     arguments.to.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
-        for width in WIDTHS:
-            for scheme in SCHEMES:
-                page = open_page(browser, blocks.local_url, width, scheme)
+        for width in SIZES:
+            for theme in THEMES:
+                page = open_page(browser, blocks.local_url, width, theme, arguments.locale)
                 run_example(page, arguments.example)
+                select_uncertain_token(page)
                 page.mouse.move(0, 0)
-                page.wait_for_timeout(500)  # until what moves has come to rest
-                path = arguments.to / f"page-{width}-{scheme}.png"
+                page.wait_for_timeout(500)  # until animations have ended
+                path = arguments.to / f"page-{width}-{theme}.png"
                 page.screenshot(path=path, full_page=True, animations="disabled", timeout=TIMEOUT_MS)
                 print(path)
                 page.close()
@@ -77,7 +96,7 @@ def main() -> None:
 
 
 def serve(model: str | None) -> gr.Blocks:
-    """The page of one model, on a free port."""
+    """Serve the page for one model on a free port."""
     served_models = cli.build_served_models(cli.build_parser().parse_args(["--model", model] if model else []))
     served_models[0].start()
     blocks = ui.build_app(*served_models)
