@@ -114,19 +114,19 @@ def test_step_matches_the_logits_of_its_position(kind, sampling):
     model = tiny_model(kind)
     steps = list(start(model, max_new_tokens=17, sampling=sampling, top_n=6))
     for step in steps:
-        row = logits_of_step(model, steps, step.index)
-        logprobs = row.log_softmax(dim=0)
+        logits = logits_of_step(model, steps, step.index)
+        logprobs = logits.log_softmax(dim=0)
         probabilities = logprobs.exp()
-        assert step.logit == pytest.approx(float(row[step.token_id]), abs=1e-4)
-        assert step.logsumexp == pytest.approx(float(row.logsumexp(dim=0)), abs=1e-4)
+        assert step.logit == pytest.approx(float(logits[step.token_id]), abs=1e-4)
+        assert step.logsumexp == pytest.approx(float(logits.logsumexp(dim=0)), abs=1e-4)
         assert step.logprob == pytest.approx(float(logprobs[step.token_id]), abs=1e-4)
         assert step.prob == pytest.approx(math.exp(step.logprob))
         assert step.entropy == pytest.approx(float(torch.special.entr(probabilities).sum()), abs=1e-4)
-        assert step.rank == 1 + int((row > row[step.token_id]).sum())
-        assert [candidate.token_id for candidate in step.top] == row.topk(6).indices.tolist()
+        assert step.rank == 1 + int((logits > logits[step.token_id]).sum())
+        assert [candidate.token_id for candidate in step.top] == logits.topk(6).indices.tolist()
         assert step.piece == tiny_processor().token_str(step.token_id)
         for candidate in step.top:
-            assert candidate.logit == pytest.approx(float(row[candidate.token_id]), abs=1e-4)
+            assert candidate.logit == pytest.approx(float(logits[candidate.token_id]), abs=1e-4)
             assert candidate.logprob == pytest.approx(candidate.logit - step.logsumexp)
             assert candidate.prob == pytest.approx(math.exp(candidate.logprob))
     assert [step.index for step in steps] == list(range(len(steps)))
@@ -138,10 +138,10 @@ def test_sampled_prob_matches_transformers():
     sampling = Sampling(1.4, top_k=60, top_p=0.8, seed=2)
     steps = list(start(model, max_new_tokens=6, sampling=sampling, top_n=50))
     for step in steps:
-        row = logits_of_step(model, steps, step.index)[None]
+        logits = logits_of_step(model, steps, step.index)[None]
         for warper in (TemperatureLogitsWarper(1.4), TopKLogitsWarper(60), TopPLogitsWarper(0.8)):
-            row = warper(None, row)
-        expected = row.softmax(dim=-1)[0]
+            logits = warper(None, logits)
+        expected = logits.softmax(dim=-1)[0]
         assert step.sampled_prob == pytest.approx(float(expected[step.token_id]), abs=1e-5)
         assert step.sampled_prob > 0
         for candidate in step.top:
@@ -165,7 +165,7 @@ def test_top_n_is_the_number_of_candidates():
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(100.0, seed=0)])
 def test_tokens_that_are_not_allowed_have_no_effect(sampling):
     model = tiny_model()
-    plain = list(start(model, max_new_tokens=5, sampling=sampling, top_n=50))
+    expected_steps = list(start(model, max_new_tokens=5, sampling=sampling, top_n=50))
     not_allowed = ~allowed_tokens_of(model)
     assert int(not_allowed.sum()) == UNUSED_IDS + 1
 
@@ -174,7 +174,7 @@ def test_tokens_that_are_not_allowed_have_no_effect(sampling):
 
     change_logits(model, give_them_the_largest_logits)
     steps = list(start(model, max_new_tokens=5, sampling=sampling, top_n=50))
-    for step, expected in zip(steps, plain, strict=True):
+    for step, expected in zip(steps, expected_steps, strict=True):
         assert dataclasses.replace(step, seconds=0) == dataclasses.replace(expected, seconds=0)
 
 
@@ -225,9 +225,9 @@ def test_decoding_with_cache_equals_decoding_without(kind, length):
     steps = list(start(model, max_new_tokens=length))
     assert len(steps) == length
     for step in steps:
-        row = logits_of_step(model, steps, step.index)
-        assert step.token_id == int(row.argmax())
-        assert step.logit == pytest.approx(float(row.max()), abs=1e-5)
+        logits = logits_of_step(model, steps, step.index)
+        assert step.token_id == int(logits.argmax())
+        assert step.logit == pytest.approx(float(logits.max()), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -238,9 +238,9 @@ def test_chunked_decoding_equals_single_tokens(kind):
 
     def decode(chunks):
         cache = KVCache(model.config, 1, prefix_length + answer.shape[1], model.dtype, model.device)
-        rows = [model(inputs["input_ids"], inputs["pixel_values"], kv_cache=cache)["logits"][0, -1:]]
-        rows += [model(chunk, kv_cache=cache)["logits"][0] for chunk in answer.split(chunks, dim=1)]
-        return torch.cat(rows)
+        logits = [model(inputs["input_ids"], inputs["pixel_values"], kv_cache=cache)["logits"][0, -1:]]
+        logits += [model(chunk, kv_cache=cache)["logits"][0] for chunk in answer.split(chunks, dim=1)]
+        return torch.cat(logits)
 
     one_by_one = decode([1] * 12)
     torch.testing.assert_close(decode([12]), one_by_one, rtol=1e-5, atol=1e-5)
