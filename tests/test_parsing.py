@@ -39,9 +39,9 @@ def test_box_is_within_the_image() -> None:
 def test_several_objects_with_mask_codes() -> None:
     text = " ; ".join(f"{BOX}{CODES} thing {index}" for index in range(5))
     found = detections(text)
-    assert [one.label for one in found] == [f"thing {index}" for index in range(5)]
-    assert all(one.seg == tuple(range(0, 128, 8)) for one in found)
-    assert [text[slice(*one.span)] for one in found] == text.split(" ; ")
+    assert [detection.label for detection in found] == [f"thing {index}" for index in range(5)]
+    assert all(detection.seg == tuple(range(0, 128, 8)) for detection in found)
+    assert [text[slice(*detection.span)] for detection in found] == text.split(" ; ")
 
 
 @pytest.mark.parametrize(
@@ -54,16 +54,16 @@ def test_label_is_returned_as_generated(label: str) -> None:
 
 
 def test_repeated_label_gives_two_objects() -> None:
-    assert [one.label for one in detections(f"{BOX} cat ; {BOX} cat")] == ["cat", "cat"]
+    assert [detection.label for detection in detections(f"{BOX} cat ; {BOX} cat")] == ["cat", "cat"]
 
 
 def test_next_box_ends_a_label_without_semicolon() -> None:
-    assert [one.label for one in detections(f"{BOX} cat {BOX}{CODES} dog")] == ["cat", "dog"]
+    assert [detection.label for detection in detections(f"{BOX} cat {BOX}{CODES} dog")] == ["cat", "dog"]
 
 
 def test_text_around_objects_is_ignored() -> None:
     parsed = parse(f"I see ; {BOX} cat ; and more", 10, 10)
-    assert [one.label for one in parsed.detections] == ["cat"]
+    assert [detection.label for detection in parsed.detections] == ["cat"]
     assert not parsed.problems
 
 
@@ -110,20 +110,20 @@ def test_box_with_zero_area_is_a_detection() -> None:
 
 def test_problem_does_not_affect_other_objects() -> None:
     parsed = parse(f"{BOX} cat ; <loc0001> dog ; {BOX} cow", 10, 10)
-    assert [one.label for one in parsed.detections] == ["cat", "cow"]
-    assert [one.text for one in parsed.problems] == ["<loc0001> dog"]
+    assert [detection.label for detection in parsed.detections] == ["cat", "cow"]
+    assert [problem.text for problem in parsed.problems] == ["<loc0001> dog"]
 
 
 def test_streaming_returns_an_object_once_its_label_has_begun() -> None:
     text = f"{BOX}{CODES} red cat ; {BOX} dog"
-    begun, closed = text.index("red") + 1, text.index(";") + 1
+    label_start, object_end = text.index("red") + 1, text.index(";") + 1
     for end in range(len(text)):
         parsed = parse(text[:end], 10, 10, ended=False)
         assert not parsed.problems
         first = parsed.detections[:1]
-        assert bool(first) == (end >= begun)
-        assert all(one.growing == (end < closed) for one in first)
-    assert [one.label for one in detections(text, ended=True)] == ["red cat", "dog"]
+        assert bool(first) == (end >= label_start)
+        assert all(detection.growing == (end < object_end) for detection in first)
+    assert [detection.label for detection in detections(text, ended=True)] == ["red cat", "dog"]
 
 
 def test_streaming_reports_a_problem_once_its_object_is_complete() -> None:
@@ -185,7 +185,7 @@ def test_random_text_never_raises() -> None:
         text = "".join(rng.choices(parts, k=rng.randrange(25)))
         for ended in (True, False):
             parsed = parse(text, 640, 480, ended)
-            spans = sorted(one.span for one in (*parsed.detections, *parsed.problems))
+            spans = sorted(item.span for item in (*parsed.detections, *parsed.problems))
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
-            assert all(0 <= one.box[0] <= one.box[2] < 640 for one in parsed.detections)
-            assert all(0 <= one.box[1] <= one.box[3] < 480 for one in parsed.detections)
+            assert all(0 <= detection.box[0] <= detection.box[2] < 640 for detection in parsed.detections)
+            assert all(0 <= detection.box[1] <= detection.box[3] < 480 for detection in parsed.detections)
