@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Generator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from playwright.sync_api import sync_playwright
 
@@ -20,8 +20,8 @@ import paligemma
 from paligemma import paths
 from paligemma.tools.screenshots import find_browser, open_page
 from paligemma.webapp import server, ui
-from paligemma.webapp.images import open_image
 from paligemma.webapp.served_models import ServedModel
+from paligemma.webapp.uploads import open_image
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -83,11 +83,11 @@ def measure_generation(model: PacedModel) -> float:
 
 def measure_page(browser: Browser, model: PacedModel) -> tuple[float, list[int]]:
     """Seconds from Enter to the complete answer, and the size in bytes of each page update."""
-    served_model = ServedModel("benchmark", lambda progress: model)
+    served_model = ServedModel("benchmark", lambda progress: cast(paligemma.PaliGemma, model))
     served_model.start()
     blocks = ui.build_app(served_model)
     server.launch(blocks, prevent_thread_lock=True, quiet=True)
-    page = open_page(browser, blocks.local_url, 1280)
+    page = open_page(browser, str(blocks.local_url), 1280)
     page.set_input_files("#image input[type=file]", str(IMAGE))
     page.wait_for_selector("#image-view .figure img")
     page.fill("#prompt textarea", PROMPT)
@@ -110,9 +110,8 @@ def report(name: str, browser: Browser, model: PacedModel, num_tokens: int) -> N
     third = max(1, len(updates) // 3)
     first, last = (statistics.median(sizes) for sizes in (updates[:third], updates[-third:]))
     print(f"{name}: {num_tokens} tokens")
-    print(
-        f"  without page {without_page:.2f} s, with page {with_page:.2f} s: {100 * (with_page / without_page - 1):+.1f} %"
-    )
+    added = 100 * (with_page / without_page - 1)
+    print(f"  without page {without_page:.2f} s, with page {with_page:.2f} s: {added:+.1f} %")
     print(f"  {len(updates)} updates, {len(updates) / with_page:.1f} per second")
     print(f"  median bytes per update: {first:.0f} in the first third, {last:.0f} in the last")
 

@@ -82,7 +82,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
         for width in SIZES:
             for theme in THEMES:
-                page = open_page(browser, blocks.local_url, width, theme, arguments.locale)
+                page = open_page(browser, str(blocks.local_url), width, theme, arguments.locale)
                 run_example(page, arguments.example)
                 select_uncertain_token(page)
                 page.mouse.move(0, 0)
