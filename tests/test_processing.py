@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from paligemma.processing import PaliGemmaProcessor, load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
-REAL_TOKENIZER = Path(__file__).parents[2] / "shared" / "paligemma-tokenizer"
+GEMMA_TOKENIZER = Path(__file__).parents[2] / "shared" / "paligemma-tokenizer"
 IMAGE_SIZE, NUM_IMAGE_TOKENS = 56, 16
 PROMPTS = [
     "",
@@ -60,19 +59,19 @@ def reference() -> ReferenceProcessor:
 
 
 @pytest.fixture(scope="module")
-def real_processor() -> PaliGemmaProcessor:
-    skip_without_real_tokenizer()
-    return PaliGemmaProcessor(load_tokenizer(REAL_TOKENIZER), 224, 256, image_token_id=257152)
+def gemma_processor() -> PaliGemmaProcessor:
+    skip_without_gemma_tokenizer()
+    return PaliGemmaProcessor(load_tokenizer(GEMMA_TOKENIZER), 224, 256, image_token_id=257152)
 
 
 @pytest.fixture(scope="module")
-def real_reference() -> ReferenceProcessor:
-    skip_without_real_tokenizer()
-    return reference_processor(load_tokenizer(REAL_TOKENIZER), 224, 256)
+def gemma_reference() -> ReferenceProcessor:
+    skip_without_gemma_tokenizer()
+    return reference_processor(load_tokenizer(GEMMA_TOKENIZER), 224, 256)
 
 
-def skip_without_real_tokenizer() -> None:
-    if not REAL_TOKENIZER.is_dir():
+def skip_without_gemma_tokenizer() -> None:
+    if not GEMMA_TOKENIZER.is_dir():
         pytest.skip("the Gemma tokenizer is not available")
 
 
@@ -104,12 +103,6 @@ def constant(value: int, size: tuple[int, int] = (30, 20)) -> Image.Image:
     return Image.new("RGB", size, (value,) * 3)
 
 
-def reopened(image: Image.Image, file_format: str, **options) -> Image.Image:
-    file = BytesIO()
-    image.save(file, file_format, **options)
-    return Image.open(BytesIO(file.getvalue()))
-
-
 # Prompts
 
 
@@ -120,17 +113,17 @@ def test_prompt_ids_equal_the_reference(processor, reference, prompt):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_prompt_ids_equal_the_reference_with_the_gemma_tokenizer(real_processor, real_reference, prompt):
-    theirs = run_reference(real_reference, [constant(0)], [prompt])
-    assert real_processor.encode_prompt(prompt) == theirs["input_ids"][0].tolist()
+def test_prompt_ids_equal_the_reference_with_the_gemma_tokenizer(gemma_processor, gemma_reference, prompt):
+    theirs = run_reference(gemma_reference, [constant(0)], [prompt])
+    assert gemma_processor.encode_prompt(prompt) == theirs["input_ids"][0].tolist()
 
 
-def test_known_ids_of_the_gemma_tokenizer(real_processor):
-    assert real_processor.encode_prompt("") == [257152] * 256 + [2, 108]
-    assert real_processor.encode_text("<loc0000><seg127>") == [256000, 257151]
-    assert real_processor.encode_text("beach") == [54901]
-    assert real_processor.decode([256000, 1, 257151]) == "<loc0000><seg127>"
-    assert real_processor.newline_token_id == 108
+def test_known_ids_of_the_gemma_tokenizer(gemma_processor):
+    assert gemma_processor.encode_prompt("") == [257152] * 256 + [2, 108]
+    assert gemma_processor.encode_text("<loc0000><seg127>") == [256000, 257151]
+    assert gemma_processor.encode_text("beach") == [54901]
+    assert gemma_processor.decode([256000, 1, 257151]) == "<loc0000><seg127>"
+    assert gemma_processor.newline_token_id == 108
 
 
 @pytest.mark.parametrize("ending", ["\n", "\n\n", "\n" * 200, "\r\n", "\n\r\n"])
@@ -139,10 +132,10 @@ def test_trailing_newlines_are_removed(processor, prompt, ending):
     assert processor.encode_prompt(prompt + ending) == processor.encode_prompt(prompt)
 
 
-def test_trailing_newlines_are_removed_with_the_gemma_tokenizer(real_processor):
-    assert real_processor.encode_prompt("x\n") == real_processor.encode_prompt("x")
-    assert real_processor.encode_prompt("x\n")[-2:] == [235297, 108]
-    assert real_processor.encode_prompt("\n" * 200) == real_processor.encode_prompt("")
+def test_trailing_newlines_are_removed_with_the_gemma_tokenizer(gemma_processor):
+    assert gemma_processor.encode_prompt("x\n") == gemma_processor.encode_prompt("x")
+    assert gemma_processor.encode_prompt("x\n")[-2:] == [235297, 108]
+    assert gemma_processor.encode_prompt("\n" * 200) == gemma_processor.encode_prompt("")
 
 
 @pytest.mark.parametrize("special", [*SPECIAL_TOKENS, "<image>"])
@@ -155,18 +148,18 @@ def test_special_tokens_in_a_prompt_are_ordinary_characters(processor, special, 
     assert processor.decode(ids[17:-1]) == text.rstrip("\n")
 
 
-def test_special_tokens_of_the_gemma_tokenizer_are_ordinary_characters(real_processor):
-    added = real_processor.tokenizer.get_added_tokens_decoder()
+def test_special_tokens_of_the_gemma_tokenizer_are_ordinary_characters(gemma_processor):
+    added = gemma_processor.tokenizer.get_added_tokens_decoder()
     special = [token.content for token in added.values() if token.special]
     assert {"<bos>", "<image>", "<start_of_turn>"} <= set(special)
-    ids = real_processor.encode_prompt(" ".join(special))
-    assert not real_processor.special_token_ids.intersection(ids[257:])
-    assert real_processor.decode(ids) == " ".join(special) + "\n"
+    ids = gemma_processor.encode_prompt(" ".join(special))
+    assert not gemma_processor.special_token_ids.intersection(ids[257:])
+    assert gemma_processor.decode(ids) == " ".join(special) + "\n"
 
 
 def test_location_and_mask_tokens_are_single_tokens(processor):
     ids = processor.encode_text("<loc0000><loc1023><seg000><seg127>")
-    assert [processor.token_str(number) for number in ids] == ["<loc0000>", "<loc1023>", "<seg000>", "<seg127>"]
+    assert [processor.token_str(token_id) for token_id in ids] == ["<loc0000>", "<loc1023>", "<seg000>", "<seg127>"]
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\ud83d\ud83d", "\0", "a\0b"])
@@ -204,9 +197,9 @@ def test_batch_with_suffix_equals_the_reference(processor, reference, suffix):
     assert (ours["labels"][:, -1] == processor.eos_token_id).all()
 
 
-def test_known_labels_of_the_gemma_tokenizer(real_processor):
+def test_known_labels_of_the_gemma_tokenizer(gemma_processor):
     suffix = ["beach", "cow standing on the beach"]
-    labels = real_processor([constant(0)] * 2, ["", "caption en"], suffix=suffix)["labels"]
+    labels = gemma_processor([constant(0)] * 2, ["", "caption en"], suffix=suffix)["labels"]
     assert labels[0][labels[0] != -100].tolist() == [54901, 1]
     assert labels[1][labels[1] != -100].tolist() == [14706, 9980, 611, 573, 8318, 1]
 
@@ -238,14 +231,14 @@ def test_invalid_batch_is_rejected(processor, images, prompts, suffix, message):
 
 def stream(processor: PaliGemmaProcessor, token_ids: list[int]) -> list[str]:
     decoder = processor.stream_decoder()
-    return [decoder.push(number) for number in token_ids] + [decoder.finish()]
+    return [decoder.push(token_id) for token_id in token_ids] + [decoder.finish()]
 
 
 def random_ids(processor: PaliGemmaProcessor, vocab_size: int, generator: random.Random) -> list[int]:
     """Concatenate short runs of ids of every kind, among them valid and invalid UTF-8 bytes and unknown ids."""
     bytes_start = processor.tokenizer.token_to_id("<0x00>")
     first_location = processor.tokenizer.token_to_id("<loc0000>")
-    specials = sorted(processor.special_token_ids)
+    special_ids = sorted(processor.special_token_ids)
 
     def run() -> list[int]:
         kind = generator.randrange(7)
@@ -261,10 +254,10 @@ def random_ids(processor: PaliGemmaProcessor, vocab_size: int, generator: random
         if kind == 4:
             return [first_location + generator.randrange(1152) for _ in range(generator.randint(1, 4))]
         if kind == 5:
-            return [generator.choice(specials)]
+            return [generator.choice(special_ids)]
         return [vocab_size + generator.randrange(100)]
 
-    return [number for _ in range(generator.randint(0, 12)) for number in run()]
+    return [token_id for _ in range(generator.randint(0, 12)) for token_id in run()]
 
 
 def assert_stream_equals_decode(processor: PaliGemmaProcessor, vocab_size: int, count: int) -> None:
@@ -278,13 +271,13 @@ def test_streamed_text_equals_decode(processor):
     assert_stream_equals_decode(processor, 1568, count=3000)
 
 
-def test_streamed_text_equals_decode_with_the_gemma_tokenizer(real_processor):
-    assert_stream_equals_decode(real_processor, 257153, count=2000)
+def test_streamed_text_equals_decode_with_the_gemma_tokenizer(gemma_processor):
+    assert_stream_equals_decode(gemma_processor, 257153, count=2000)
 
 
 def test_every_single_id_streams_as_decoded(processor):
-    for number in range(1570):
-        assert "".join(stream(processor, [number])) == processor.decode([number])
+    for token_id in range(1570):
+        assert "".join(stream(processor, [token_id])) == processor.decode([token_id])
 
 
 def test_bytes_are_held_back_until_the_run_ends(processor):
@@ -306,7 +299,7 @@ def test_special_token_does_not_end_a_run_of_bytes(processor):
 
 def test_location_tokens_are_not_held_back(processor):
     ids = processor.encode_text("<loc0001><loc0500><seg003>" * 7)
-    assert stream(processor, ids) == [processor.token_str(number) for number in ids] + [""]
+    assert stream(processor, ids) == [processor.token_str(token_id) for token_id in ids] + [""]
 
 
 def test_special_tokens_add_no_text_and_spaces_are_kept(processor):
@@ -329,10 +322,10 @@ def test_token_str_is_the_vocabulary_entry(processor):
     assert [processor.token_str(processor.tokenizer.token_to_id(name)) for name in names] == names
 
 
-@pytest.mark.parametrize("number", [1568, 257200, -1, 2**40])
-def test_token_str_of_an_unknown_id(processor, number):
-    assert processor.token_str(number) == f"<id {number}>"
-    assert not processor.has_token(number)
+@pytest.mark.parametrize("token_id", [1568, 257200, -1, 2**40])
+def test_token_str_of_an_unknown_id(processor, token_id):
+    assert processor.token_str(token_id) == f"<id {token_id}>"
+    assert not processor.has_token(token_id)
 
 
 def test_image_token_and_unknown_ids_are_not_allowed(processor):
@@ -342,10 +335,10 @@ def test_image_token_and_unknown_ids_are_not_allowed(processor):
     assert processor.image_token_id == 1567
 
 
-def test_allowed_tokens_of_the_gemma_tokenizer(real_processor):
-    allowed = real_processor.allowed_tokens(257216)
+def test_allowed_tokens_of_the_gemma_tokenizer(gemma_processor):
+    allowed = gemma_processor.allowed_tokens(257216)
     assert allowed[:257152].all() and not allowed[257152:].any()
-    assert real_processor.allowed_tokens(257152).all()
+    assert gemma_processor.allowed_tokens(257152).all()
 
 
 def test_vocab_size_below_the_tokenizers_is_rejected(processor):
@@ -399,9 +392,7 @@ def test_different_image_token_id_in_the_config_is_rejected(folder):
         PaliGemmaProcessor.from_folder(folder, tiny_config(image_token=1500))
 
 
-@pytest.mark.parametrize(
-    "numbers", [{"image_size": 0, "num_image_tokens": 1}, {"image_size": 1, "num_image_tokens": 0}]
-)
-def test_sizes_below_1_are_rejected(numbers):
+@pytest.mark.parametrize("sizes", [{"image_size": 0, "num_image_tokens": 1}, {"image_size": 1, "num_image_tokens": 0}])
+def test_sizes_below_1_are_rejected(sizes):
     with pytest.raises(ValueError, match="must be >= 1, got 0"):
-        PaliGemmaProcessor(build_tiny_tokenizer(), **numbers)
+        PaliGemmaProcessor(build_tiny_tokenizer(), **sizes)
