@@ -93,9 +93,9 @@ def pixel_values(processor: PaliGemmaProcessor, image: Image.Image) -> torch.Ten
     return processor.normalize(processor.resize(image))
 
 
-def noise(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
     channels = len(Image.new(mode, (1, 1)).getbands())
-    values = np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+    values = np.random.default_rng(0).integers(0, 256, (height, width, channels), dtype=np.uint8)
     return Image.frombytes(mode, (width, height), values.tobytes())
 
 
