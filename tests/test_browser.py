@@ -14,7 +14,9 @@ from fake_model import FakeModel, fake_image_shares, fake_inspection
 from gradio_client import Client, handle_file
 
 from paligemma import lens, paths
+from paligemma.errors import InputError
 from paligemma.webapp import server, ui
+from paligemma.webapp.errors import coded_status
 from paligemma.webapp.served_models import ServedModel
 
 pytestmark = pytest.mark.browser
@@ -526,6 +528,15 @@ def test_chinese_browser_gets_chinese_and_can_switch(browser, url, locale):
     page.reload()
     page.wait_for_selector("#badge .status.done")
     assert page.inner_text("#run") == "Run"  # the choice is stored
+    page.close()
+
+
+def test_error_with_an_error_as_its_reason_is_translated(browser, url):
+    page = open_page(browser, url, locale="zh-CN")
+    reason = InputError("checkpoint.no_config", "{place} has no config.json.", place="folder")
+    error = InputError("model.load_failed", "{name} could not be loaded. {reason}", name="<b>m</b>", reason=reason)
+    text = page.evaluate("(status) => paligemma.formatMessage(status)", coded_status(error))
+    assert text == "<b>m</b> 加载失败。folder 中没有 config.json。请重新复制或下载该 checkpoint。"
     page.close()
 
 

@@ -18,7 +18,7 @@ from paligemma.generation import StepCollector
 from paligemma.paths import ASSETS
 from paligemma.webapp import messages, tasks, ui
 from paligemma.webapp.images import make_input_image
-from paligemma.webapp.render import attention, token_strip
+from paligemma.webapp.render import attention, candidates
 from paligemma.webapp.runs import Run
 
 PACKAGE = Path(messages.__file__).parents[1]
@@ -139,9 +139,9 @@ def status_texts() -> set[str]:
 
 def data_texts() -> set[str]:
     """Titles, metrics, tasks and notes that Python sends as data."""
-    columns = (*token_strip.CANDIDATE_COLUMNS, *attention.LENS_COLUMNS, ("soft-capped logit", "number"))
+    columns = (*candidates.CANDIDATE_COLUMNS, *attention.LENS_COLUMNS, ("soft-capped logit", "number"))
     found = {title for title, _ in columns} | set(FILTER_STAGES)
-    found |= {name for name, _ in token_strip.step_metrics(make_run("▁a").steps[0])}
+    found |= {name for name, _ in candidates.step_metrics(make_run("▁a").steps[0])}
     found |= {task.name for task in (*tasks.BUNDLED_TASKS, *tasks.MIX_TASKS)}
     return found | {tasks.BUNDLED_NOTE, *tasks.NOTES.values()}
 

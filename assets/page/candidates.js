@@ -1,4 +1,4 @@
-// Candidate table of the selected token. The data comes with the token, from paligemma/webapp/render/token_strip.py.
+// Candidate table of the selected token. The data comes with the token, from paligemma/webapp/render/candidates.py.
 // Triggers "branch" to regenerate the answer from this token with another candidate.
 
 const { t, create, createButton, createTable, replaceContent, publish, subscribe } = window.paligemma;

@@ -1,6 +1,6 @@
 // The image with the objects of the answer: {src, width, height, model_input, side, patches} of
-// paligemma/webapp/images.py, and the objects published by objects.js. Publishes "image", the image of the displayed
-// run; the image view may show another image that has been chosen since.
+// paligemma/webapp/render/image_view.py, and the objects published by objects.js. Publishes "image", the image of the
+// displayed run; the image view may show another image that has been chosen since.
 
 const { t, create, createButton, replaceContent, parseValue, resetValue, publish, subscribe } = window.paligemma;
 const part = element.querySelector(".part");

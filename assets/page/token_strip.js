@@ -43,19 +43,19 @@ const COLORINGS = {
 const title = create("h2");
 const copyButton = createButton("plain copy", "", copyText);
 const text = create("p", "text");
-const strip = create("div", "tokens");
+const tokenList = create("div", "tokens");
 const curves = createSvg("svg", { viewBox: "0 0 600 50", preserveAspectRatio: "none", class: "curves" });
 const legend = create("div", "legend");
 const header = create("div", "header");
 const select = create("select");
 header.append(title, select, copyButton);
-part.append(header, text, strip, curves, legend);
-strip.setAttribute("role", "listbox");
+part.append(header, text, tokenList, curves, legend);
+tokenList.setAttribute("role", "listbox");
 
 function drawLabels() {
   title.textContent = t("Answer");
   copyButton.textContent = t("Copy");
-  strip.setAttribute("aria-label", t("Tokens of the answer"));
+  tokenList.setAttribute("aria-label", t("Tokens of the answer"));
   curves.setAttribute("role", "img");
   curves.setAttribute("aria-label", t("Probability and entropy of each token"));
   drawPlaceholder();
@@ -149,14 +149,14 @@ function paintToken(node, token) {
   node.classList.toggle("highlighted", highlighted.includes(token.index));
   node.title = describe(token);
 }
-const paintTokens = () => tokens.forEach((token, index) => paintToken(strip.children[index], token));
+const paintTokens = () => tokens.forEach((token, index) => paintToken(tokenList.children[index], token));
 
 function addTokens(newTokens) {
   for (const token of newTokens) {
     const node = createToken(token);
     paintToken(node, token);
     tokens.push(token);
-    strip.append(node);
+    tokenList.append(node);
   }
   part.dataset.text = tokens.map((token) => token.text).join("");
   text.textContent = displayText(part.dataset.text);
@@ -173,7 +173,7 @@ function clear(newRun) {
   tokens = [];
   imageShares = [];
   highlighted = [];
-  strip.replaceChildren();
+  tokenList.replaceChildren();
   text.textContent = "";
   part.dataset.text = "";
   if (!followsNewest) return;
@@ -184,13 +184,13 @@ function clear(newRun) {
 function selectToken(index, byUser, takesFocus = byUser) {
   if (index < 0 || index >= tokens.length) return;
   if (byUser) followsNewest = false;
-  const previous = strip.children[selected];
+  const previous = tokenList.children[selected];
   if (previous) {
     previous.setAttribute("aria-selected", "false");
     previous.tabIndex = -1;
   }
   selected = index;
-  const node = strip.children[index];
+  const node = tokenList.children[index];
   node.setAttribute("aria-selected", "true");
   node.tabIndex = 0;
   drawCursor();
@@ -198,12 +198,12 @@ function selectToken(index, byUser, takesFocus = byUser) {
   // Read sizes after all parts have been written, so that the browser computes the layout once.
   if (takesFocus) node.focus({ preventScroll: true });
   const bottom = node.offsetTop + node.offsetHeight + 4;
-  if (bottom > strip.scrollTop + strip.clientHeight) strip.scrollTop = bottom - strip.clientHeight;
-  else if (node.offsetTop < strip.scrollTop) strip.scrollTop = node.offsetTop - 4;
+  if (bottom > tokenList.scrollTop + tokenList.clientHeight) tokenList.scrollTop = bottom - tokenList.clientHeight;
+  else if (node.offsetTop < tokenList.scrollTop) tokenList.scrollTop = node.offsetTop - 4;
 }
 
 const OFFSETS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
-strip.addEventListener("keydown", (event) => {
+tokenList.addEventListener("keydown", (event) => {
   if (event.key in OFFSETS) {
     event.preventDefault();
     selectToken(Math.min(tokens.length - 1, Math.max(0, (selected ?? 0) + OFFSETS[event.key])), true);
