@@ -28,6 +28,7 @@ from webapp_helpers import (
     upload,
 )
 
+from paligemma.errors import CheckpointError
 from paligemma.paths import BUNDLED_MODEL
 from paligemma.webapp import api, cli, handlers, messages, tasks, ui
 from paligemma.webapp.limits import Limits
@@ -72,8 +73,9 @@ def test_models_load_when_they_are_selected(image_file):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (ValueError("give the folder that contains config.json"), "give the folder"),
+        (CheckpointError("test.folder", "folder must contain config.json."), "folder must contain config.json."),
         (RuntimeError("secret"), "Internal error (RuntimeError). See the server log."),
+        (ValueError("secret"), "Internal error (ValueError). See the server log."),
     ],
 )
 def test_a_failed_load_is_reported(error, message, image_file):

@@ -157,5 +157,5 @@ def main() -> None:
             auth=sign_in,
             mcp_server=arguments.mcp or None,
         )
-    except ValueError as error:
+    except InputError as error:
         parser.error(str(error))

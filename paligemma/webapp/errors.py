@@ -19,7 +19,7 @@ log = logging.getLogger("paligemma.app")
 
 def report_error(error: Exception) -> CodedError:
     """Log an exception, without user data, and return the error to show."""
-    if isinstance(error, ValueError | CodedError | gr.Error):
+    if isinstance(error, InputError | gr.Error):
         log.info("request refused: %s", type(error).__name__)
     else:
         log.error("request failed: %s at %s", type(error).__name__, error_location(error))
@@ -27,13 +27,11 @@ def report_error(error: Exception) -> CodedError:
 
 
 def to_coded_error(error: Exception) -> CodedError:
-    """The error to show for an exception. The message of an unexpected exception is not shown."""
+    """The error to show for an exception. Only the type of an unexpected exception is shown, not its message."""
     if isinstance(error, CodedError):
         return error
     if isinstance(error, gr.Error):  # from ZeroGPU, such as an exceeded quota; contains HTML links
         return CodedError("server.zerogpu", "{message}", message=re.sub(r"<[^>]*>", "", str(error.message)))
-    if isinstance(error, ValueError):
-        return InputError("server.value", "{message}", message=str(error))
     if is_out_of_memory(error):
         return CodedError(
             "server.out_of_memory", "Not enough memory for this request. Use fewer tokens or a smaller model."

@@ -129,7 +129,7 @@ class ServedModel:
 
     def _log_load_error(self, error: Exception) -> None:
         """Log one line; the traceback only at DEBUG."""
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
         log.error("%s could not be loaded: %s", self.name, redact_tokens(f"{kind}{error}"))
         log.debug("traceback", exc_info=error)
 
