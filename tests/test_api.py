@@ -19,7 +19,7 @@ from webapp_helpers import DECODING, ready_served_model, run_api, start_served_m
 import paligemma
 from paligemma import lens, paths
 from paligemma.webapp import api, cli, served_models, server, ui
-from paligemma.webapp.images import open_image
+from paligemma.webapp.uploads import open_image
 
 
 def test_the_api_yields_before_any_work():

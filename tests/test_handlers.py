@@ -32,8 +32,8 @@ from paligemma.masks import MaskDecoder
 from paligemma.paths import BUNDLED_MODEL
 from paligemma.webapp import execution, handlers, messages, runs
 from paligemma.webapp.examples import Example
-from paligemma.webapp.images import open_image
 from paligemma.webapp.session import Session
+from paligemma.webapp.uploads import open_image
 
 BUNDLED_MASK_DECODER = BUNDLED_MODEL / "mask_decoder.safetensors"
 

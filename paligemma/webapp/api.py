@@ -15,7 +15,6 @@ from paligemma.errors import InputError
 from paligemma.generation import StepCollector
 from paligemma.webapp import events
 from paligemma.webapp.errors import report_error
-from paligemma.webapp.images import open_image
 from paligemma.webapp.logs import error_location
 from paligemma.webapp.render import attention
 from paligemma.webapp.requests import (
@@ -24,9 +23,9 @@ from paligemma.webapp.requests import (
     read_index,
     read_prompt,
     read_request,
-    uploaded_path,
 )
 from paligemma.webapp.served_models import ServedModels, find_served_model
+from paligemma.webapp.uploads import open_image, uploaded_path
 
 if TYPE_CHECKING:
     from paligemma.webapp.ui import Form

@@ -1,4 +1,4 @@
-"""The examples that come with the app: pictures with a prompt and a credit."""
+"""The examples on the page: images with a prompt and a credit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paligemma.webapp.images import data_url, open_image, png_file
+from paligemma.webapp.images import data_url, encode_png
+from paligemma.webapp.uploads import open_image
 
 THUMBNAIL_SIDE = 96
 
 
 @dataclass(frozen=True)
 class Example:
-    """A picture's file, what is asked about it, and whose it is."""
+    """An example.
+
+    Attributes:
+        path: file of the image.
+        prompt: the prompt.
+        credit: author and license of the image.
+    """
 
     path: Path
     prompt: str
@@ -23,9 +30,12 @@ class Example:
 
 
 def load_examples(folder: Path) -> tuple[Example, ...]:
-    """Those that `examples.json` of the folder lists; none without that file.
+    """Load the examples listed in `examples.json`, a list of {"file", "prompt", "answer", "credit"}.
 
-    The file is a list of {"file", "prompt", "answer", "credit"}; an entry without its picture raises ValueError.
+    Returns no examples if there is no such file.
+
+    Raises:
+        FileNotFoundError: if an image is missing.
     """
     index = folder / "examples.json"
     if not index.is_file():
@@ -36,12 +46,12 @@ def load_examples(folder: Path) -> tuple[Example, ...]:
     ]
     for example in examples:
         if not example.path.is_file():
-            raise ValueError(f"{index} names {example.path.name}, which is not there")
+            raise FileNotFoundError(f"{index} lists {example.path.name}, which does not exist.")
     return tuple(examples)
 
 
 def example_chips(examples: Sequence[Example]) -> dict[str, list[dict[str, Any]]]:
-    """The value of the chips: the prompt, with a small picture."""
+    """Return the value of the example chips: prompts with thumbnails."""
     return {
         "chips": [
             {"label": example.prompt, "note": "", "hint": example.credit, "image": _thumbnail(example.path)}
@@ -51,6 +61,6 @@ def example_chips(examples: Sequence[Example]) -> dict[str, list[dict[str, Any]]
 
 
 def _thumbnail(path: Path) -> str:
-    image = open_image(path).convert("RGB")
+    image = open_image(path)
     image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-    return data_url(png_file(image), "image/png")
+    return data_url(encode_png(image), "image/png")

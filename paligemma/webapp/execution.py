@@ -9,12 +9,14 @@ from paligemma.errors import InputError
 from paligemma.generation import StepCollector
 from paligemma.sampling import Sampling
 from paligemma.webapp import messages
-from paligemma.webapp.images import InputImage, fit_to_model, make_input_image, open_image
+from paligemma.webapp.images import InputImage, fit_to_model, make_input_image
 from paligemma.webapp.page_update import PageUpdate, image_view_update, token_strip_update
 from paligemma.webapp.render import objects
+from paligemma.webapp.render.runs import run_tree
 from paligemma.webapp.requests import check_prompt_length, read_request
-from paligemma.webapp.runs import Run, RunRequest, run_tree
+from paligemma.webapp.runs import Run, RunRequest
 from paligemma.webapp.session import RunState, Session
+from paligemma.webapp.uploads import open_image
 
 if TYPE_CHECKING:
     from paligemma.generation import Step
@@ -54,7 +56,7 @@ class Execution:
         self._updated_at = 0.0
 
     def start(self) -> PageUpdate:
-        """Start generation and add the run to the history. Raises InputError if the loaded model rejects the request."""
+        """Start generation and add the run to the history. Raises InputError if the model rejects the request."""
         request = self._request
         processor = self.served_model.loaded_model.processor
         check_prompt_length(processor, request["prompt"])

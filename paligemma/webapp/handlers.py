@@ -18,16 +18,18 @@ import torch
 
 from paligemma import lens
 from paligemma.errors import InputError
-from paligemma.webapp import messages, run_file, runs, tasks
+from paligemma.webapp import downloads, messages, run_file, tasks
 from paligemma.webapp.errors import coded_status, error_status
 from paligemma.webapp.execution import Execution, require_same_model
 from paligemma.webapp.images import read_input_image
 from paligemma.webapp.page_update import PageUpdate, encode_update, full_page_update, image_view, show_earlier_run
-from paligemma.webapp.render import attention, objects
-from paligemma.webapp.requests import read_index, read_upload, uploaded_path
+from paligemma.webapp.render import attention
+from paligemma.webapp.render.runs import run_tree
+from paligemma.webapp.requests import read_index
 from paligemma.webapp.runs import Run, RunRequest
 from paligemma.webapp.served_models import ServedModel
 from paligemma.webapp.session import Session
+from paligemma.webapp.uploads import read_upload, uploaded_path
 
 Status = messages.Status
 
@@ -157,7 +159,7 @@ def compare_runs(session: Session, event: gr.EventData) -> dict[str, Any]:
     """The run tree, with the two selected runs next to each other."""
     numbers = _field(event, "runs")
     found = [session.history.find(number) for number in numbers] if isinstance(numbers, list) else []
-    return runs.run_tree(session.history, [run for run in found if run])
+    return run_tree(session.history, [run for run in found if run])
 
 
 def export_run(session: Session) -> tuple[Any, Any]:
@@ -194,7 +196,7 @@ def inspect_token(session: Session, event: gr.EventData) -> Iterator[tuple[Any, 
         index = read_index(_field(event, "index"))
         found = served_model.inspect(lens.inspect, run.image.model_input, run.request["prompt"], run.token_ids, index)
         status = messages.status("idle", "Attention and logit lens for token {number}", number=index + 1)
-        yield status, attention.inspect(run.number, found, index)
+        yield status, attention.attention_state(run.number, found, index)
     except Exception as error:
         yield error_status(error), gr.skip()
 
@@ -205,7 +207,7 @@ def image_shares(session: Session, event: gr.EventData) -> Iterator[tuple[Any, A
     try:
         served_model, run = yield from _wait_for_model(session, event)
         shares = served_model.inspect(lens.image_shares, run.image.model_input, run.request["prompt"], run.token_ids)
-        yield messages.summary(run), {"run": run.number, "shares": attention.mean_shares(shares)}
+        yield messages.summary(run), {"run": run.number, "shares": attention.mean_image_shares(shares)}
     except Exception as error:
         yield error_status(error), gr.skip()
 
@@ -229,9 +231,9 @@ def download_objects(session: Session, event: gr.EventData) -> Any:
     served_model = session.served_model_of(run)
     decoder = served_model.mask_decoder if served_model else None
     if _field(event, "kind") == "png":
-        file = base64.b64encode(objects.annotated_image(run, decoder)).decode()
+        file = base64.b64encode(downloads.annotated_png(run, decoder)).decode()
         return _download(session, "objects.png", "image/png", base64=file)
-    return _download(session, "objects.json", "application/json", text=objects.coco_file(run, decoder))
+    return _download(session, "objects.json", "application/json", text=downloads.coco_json(run, decoder))
 
 
 def _download(session: Session, name: str, media_type: str, **content: str) -> dict[str, Any]:

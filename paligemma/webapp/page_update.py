@@ -6,9 +6,11 @@ import json
 from typing import Any, NamedTuple
 
 from paligemma.webapp import messages
-from paligemma.webapp.images import InputImage, image_view_state
+from paligemma.webapp.images import InputImage
 from paligemma.webapp.render import objects, token_strip
-from paligemma.webapp.runs import Run, run_tree
+from paligemma.webapp.render.image_view import image_view_state
+from paligemma.webapp.render.runs import run_tree
+from paligemma.webapp.runs import Run
 from paligemma.webapp.served_models import ServedModel
 from paligemma.webapp.session import Session
 

@@ -1,26 +1,79 @@
-"""What a visitor or a client sent -> checked arguments of `PaliGemma.stream`, and the content of uploaded files.
+"""Validate the inputs of a request, which can be JSON values of any type.
 
-Components and JSON bring values of any type; here they become the types that the library asks for. Whether a
-number is in its range, the library itself says.
+Types and sizes are checked here. `PaliGemma.stream` checks the ranges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+)
+
+from paligemma.errors import InputError
 from paligemma.processing import replace_lone_surrogates
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
     from paligemma.processing import PaliGemmaProcessor
 
 MAX_PROMPT_CHARACTERS = 2_000
-# Characters alone do not bound the work: a rare one is four tokens, and the prefix is read in one go.
+# The prefix is encoded in one forward pass, and a character can be four tokens.
 MAX_PROMPT_TOKENS = 512
-MAX_FILE_BYTES = 10 * 2**20
-# Beyond every limit of the library, and within what JSON, torch and a message can hold.
+# Larger than every limit of the library, and small enough for a tensor of int64.
 MAX_NUMBER = 2**63 - 1
+MAX_QUOTED_CHARACTERS = 40
+
+T = TypeVar("T")
+
+
+def _integral_float_to_int(value: Any) -> Any:
+    """JSON has one number type, so 5.0 is a whole number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _empty_to_none(value: Any) -> Any:
+    """An empty number field on the page is ""."""
+    return None if value == "" else value
+
+
+_IN_RANGE = Field(ge=-MAX_NUMBER, le=MAX_NUMBER)
+WholeNumber = Annotated[int, Strict(), _IN_RANGE, BeforeValidator(_integral_float_to_int)]
+Number = Annotated[float, Strict(), _IN_RANGE, Field(allow_inf_nan=False)]
+Prompt = Annotated[
+    str,
+    Strict(),
+    Field(max_length=MAX_PROMPT_CHARACTERS),
+    AfterValidator(replace_lone_surrogates),  # they cannot be sent back as UTF-8
+    BeforeValidator(lambda prompt: "" if prompt is None else prompt),
+]
+TokenIds = Annotated[tuple[WholeNumber, ...], FailFast(), BeforeValidator(lambda ids: () if ids is None else ids)]
+
+
+class GenerationRequest(BaseModel):
+    """The arguments of `PaliGemma.stream`, without the image."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt: Prompt
+    max_new_tokens: WholeNumber
+    temperature: Number
+    top_k: WholeNumber
+    top_p: Number
+    seed: Annotated[WholeNumber | None, BeforeValidator(_empty_to_none)]
+    top_n: WholeNumber
+    forced_ids: TokenIds
+    time_limit: Number | None
 
 
 def read_request(
@@ -34,108 +87,107 @@ def read_request(
     forced_ids: Any = None,
     time_limit: Any = None,
 ) -> dict[str, Any]:
-    """The keyword arguments of `PaliGemma.stream`, all but the picture.
+    """Return the keyword arguments of `PaliGemma.stream`, without the image.
 
-    `seed`, `forced_ids` and `time_limit` may be None; a `seed` of "" is the page's empty field.
+    `seed`, `forced_ids` and `time_limit` may be None. A `seed` of "" is None.
 
-    Raises ValueError, naming the field, for a wrong type or a prompt of more than MAX_PROMPT_CHARACTERS.
+    Raises:
+        InputError: for a wrong type, a number beyond MAX_NUMBER or a prompt of more than MAX_PROMPT_CHARACTERS.
     """
-    return {
-        "prompt": read_prompt(prompt),
-        "max_new_tokens": _whole("max_new_tokens", max_new_tokens),
-        "temperature": _real("temperature", temperature),
-        "top_k": _whole("top_k", top_k),
-        "top_p": _real("top_p", top_p),
-        "seed": None if seed in (None, "") else _whole("seed", seed),
-        "top_n": _whole("top_n", top_n),
-        "forced_ids": read_ids("forced_ids", forced_ids),
-        "time_limit": None if time_limit is None else _real("time_limit", time_limit),
-    }
+    try:
+        request = GenerationRequest(
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            top_n=top_n,
+            forced_ids=forced_ids,
+            time_limit=time_limit,
+        )
+    except ValidationError as error:
+        raise _to_input_error(error) from error
+    return request.model_dump()
 
 
 def read_ids(name: str, token_ids: Any) -> tuple[int, ...]:
-    """Token ids as whole numbers, none for None; ValueError for anything else."""
-    if not isinstance(token_ids, list | tuple | None):
-        raise ValueError(f"{name} must be a list of token ids, got {type(token_ids).__name__}")
-    return tuple(_whole(name, token_id) for token_id in token_ids or ())
+    """Validate a list of token ids; None is an empty list. Raises InputError."""
+    return _validate(name, TypeAdapter(TokenIds), token_ids)
 
 
 def read_index(index: Any) -> int:
-    """The place of a token in an answer, from 0; ValueError for anything but a whole number."""
-    return _whole("index", index)
+    """Validate the index of a token. Raises InputError."""
+    return _validate("index", TypeAdapter(WholeNumber), index)
 
 
 def read_prompt(prompt: Any) -> str:
-    """The prompt as text that can be sent back, "" for None.
-
-    Raises ValueError for anything but text, and for more than MAX_PROMPT_CHARACTERS.
-    """
-    if not isinstance(prompt, str | None):
-        raise ValueError(f"prompt must be text, got {quote(prompt)}")
-    if prompt and len(prompt) > MAX_PROMPT_CHARACTERS:
-        raise ValueError(f"prompt has {len(prompt)} characters; at most {MAX_PROMPT_CHARACTERS} are allowed")
-    return replace_lone_surrogates(prompt or "")  # no answer could carry one back
+    """Validate a prompt; None is the empty prompt. Raises InputError."""
+    return _validate("prompt", TypeAdapter(Prompt), prompt)
 
 
 def check_prompt_length(processor: PaliGemmaProcessor, prompt: str) -> None:
-    """Raise ValueError, with both numbers, for a prompt of more than MAX_PROMPT_TOKENS tokens."""
+    """Raise InputError for a prompt of more than MAX_PROMPT_TOKENS tokens."""
     count = len(processor.encode_text(prompt))
     if count > MAX_PROMPT_TOKENS:
-        raise ValueError(f"prompt has {count} tokens; at most {MAX_PROMPT_TOKENS} are allowed")
-
-
-def uploaded_path(upload: Any) -> str | None:
-    """Where Gradio stored an uploaded file; None when there is none.
-
-    Gradio checks that a file was uploaded only where the client marked it as a file. An unmarked path may be any
-    of the server's files, so it counts as none.
-    """
-    meta = upload.get("meta") if isinstance(upload, Mapping) else None
-    if not isinstance(meta, Mapping) or meta.get("_type") != "gradio.FileData":
-        return None
-    path = upload.get("path")
-    return path if isinstance(path, str) else None
-
-
-def read_upload(path: str | Path) -> bytes:
-    """The content of an uploaded file.
-
-    Raises ValueError, in words for the visitor, for what is no ordinary file (a pipe would keep the reader waiting,
-    a device never ends), cannot be read, or has more than MAX_FILE_BYTES.
-    """
-    try:
-        if not Path(path).is_file():
-            raise ValueError("This file is not there any more, or is no ordinary file. Choose it again.")
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ValueError("This file cannot be read. Choose it again.") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"This file has more than {MAX_FILE_BYTES // 2**20} MB, which is the most that is read.")
-    return content
+        raise InputError(
+            "request.prompt_tokens",
+            "prompt must have at most {maximum} tokens, got {count}.",
+            maximum=MAX_PROMPT_TOKENS,
+            count=count,
+        )
 
 
 def quote(value: Any) -> str:
-    """A value as a message shows it: short, and of anything but a text, a number or nothing only the type."""
-    if value is None:
-        return "nothing"
+    """Format a value of any type for an error message: strings are cut, and lists and others shown by their type."""
     if isinstance(value, str):
-        return repr(value[:40])
+        return repr(value[:MAX_QUOTED_CHARACTERS])
     if isinstance(value, int) and abs(value) > MAX_NUMBER:
-        return "a number of many digits"
-    return repr(value) if isinstance(value, int | float) else type(value).__name__
+        return "an integer of more than 64 bits"
+    return repr(value) if value is None or isinstance(value, int | float) else type(value).__name__
 
 
-def _whole(name: str, value: Any) -> int:
-    """An int; 5.0 counts, as JSON does not tell the two apart."""
-    if _real(name, value, "whole number") % 1 != 0:
-        raise ValueError(f"{name} must be a whole number, got {quote(value)}")
-    return int(value)
+def format_location(location: tuple[int | str, ...]) -> str:
+    """Format the location of a pydantic error: ("tokens", 0, "prob") as `tokens[0].prob`."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return "".join(parts).removeprefix(".")
 
 
-def _real(name: str, value: Any, kind: str = "number") -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} must be a {kind}, got {quote(value)}")
-    if not -MAX_NUMBER <= value <= MAX_NUMBER:  # NaN is not either
-        raise ValueError(f"{name} is {quote(value)}; allowed are numbers from -2^63 to 2^63")
-    return float(value)
+def _validate(name: str, adapter: TypeAdapter[T], value: Any) -> T:
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise _to_input_error(error, name) from error
+
+
+def _to_input_error(error: ValidationError, name: str = "") -> InputError:
+    """Convert the first error that pydantic reports. `name` is the field if a single value was validated."""
+    first: ErrorDetails = error.errors(include_url=False)[0]
+    field = format_location((name, *first["loc"]) if name else first["loc"])
+    value = quote(first["input"])
+    match first["type"]:
+        case "string_too_long":
+            return InputError(
+                "request.prompt_length",
+                "prompt must have at most {maximum} characters, got {count}.",
+                maximum=MAX_PROMPT_CHARACTERS,
+                count=len(first["input"]),
+            )
+        case "string_type":
+            return InputError("request.string", "{field} must be a string, got {value}.", field=field, value=value)
+        case "int_type":
+            return InputError(
+                "request.integer", "{field} must be a whole number, got {value}.", field=field, value=value
+            )
+        case "float_type":
+            return InputError("request.number", "{field} must be a number, got {value}.", field=field, value=value)
+        case "finite_number":
+            return InputError("request.finite", "{field} must be finite, got {value}.", field=field, value=value)
+        case "greater_than_equal" | "less_than_equal":
+            return InputError(
+                "request.range", "{field} must fit in a 64-bit integer, got {value}.", field=field, value=value
+            )
+        case _:
+            return InputError(
+                "request.token_ids", "{field} must be a list of token ids, got {value}.", field=field, value=value
+            )

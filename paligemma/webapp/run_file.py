@@ -1,23 +1,9 @@
-"""A run as a file: everything needed to see it again and to repeat it. Format "paligemma-run/1".
+"""Export and import of a run. Format "paligemma-run/1".
 
-The file is one JSON object, in UTF-8:
+The file is a JSON object in UTF-8 with the fields of `run_schema.RunFields`.
 
-    format         "paligemma-run/1"
-    model          {"name", "revision", "dtype", "device", "parameters"}
-    versions       {"python", "torch", "gradio"}: texts, for the reader only
-    picture        {"width", "height": of the upright picture in pixels,
-                    "shown": the picture as a JPEG file of at most 1024 pixels a side, base64,
-                    "seen": the square that the model saw as a PNG file, base64,
-                    "seen_sha256": of that square's pixels, row by row, RGB}
-    request        {"prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "top_n", "forced_ids"}:
-                   given to `PaliGemma.stream` with "seen" as the picture, they give the tokens again
-    branched_at    the token at which it left an earlier run, the last of forced_ids, or null
-    finish_reason  "eos", "length", "time" or "stopped"
-    timing         {"image_s", "first_token_s", "total_s", "tokens_per_s"} or null
-    tokens         a list with the fields of `paligemma.Step` but "index", "text" and "finish_reason"
-
-`read_run` takes only that: every field once, of its type and within its range, finite numbers, and steps whose numbers
-agree with one another (`_check_step`).
+`read_run` rejects unexpected, missing and duplicate fields, wrong types, values out of range, and steps whose numbers
+contradict each other.
 """
 
 from __future__ import annotations
@@ -30,70 +16,65 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
+from pydantic import ValidationError
 
 from paligemma.checkpoint.hub import redact_tokens
-from paligemma.generation import MAX_TOP_N, Candidate, Step, Timing
-from paligemma.processing import replace_lone_surrogates
-from paligemma.sampling import MAX_SEED
-from paligemma.webapp.images import MAX_PIXELS, PREVIEW_SIDE, InputImage, decode_image, png_file
-from paligemma.webapp.requests import MAX_FILE_BYTES, MAX_PROMPT_CHARACTERS, quote
+from paligemma.errors import InputError
+from paligemma.generation import Candidate, Step, Timing
+from paligemma.webapp.images import PREVIEW_SIDE, InputImage, encode_png
+from paligemma.webapp.requests import format_location, quote
+from paligemma.webapp.run_schema import FORMAT, MAX_MODEL_INPUT_SIDE, PictureFields, RunFields
 from paligemma.webapp.runs import Run
+from paligemma.webapp.uploads import MAX_FILE_BYTES, MAX_PIXELS, decode_image
 
-FORMAT = "paligemma-run/1"
-MAX_TOKENS = 4096
-MAX_TEXT = 200
-# In base64. Noise of 1024 x 1024 pixels takes about one megabyte as a JPEG file, which a visit keeps as it came; as a
-# PNG file it takes three bytes a pixel.
-MAX_SHOWN_TEXT = 3_000_000
-MAX_SEEN_SIDE = 1024
-MAX_SEEN_TEXT = 4_300_000
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+# Limits of the JSON parser. The largest object of the format has 12 fields.
 MAX_DIGITS = 40
-# Of logits and probabilities that are written in full; what differs by more is not of one distribution.
+MAX_FIELDS = 50
+# Tolerance of the relations between logits and probabilities, which are exported with all digits.
 TOLERANCE = 1e-4
-FINISH_REASONS = ("eos", "length", "time", "stopped")
 
-Check = Callable[[str, Any], Any]
-
-# While it is checked, a file of 10 MB may take half a gigabyte.
-_reader = threading.Lock()
+# Validating a file of 10 MB takes up to half a gigabyte, so one file is validated at a time.
+_reader_lock = threading.Lock()
 
 
-# Writing
+# Export
 
 
 def write_run(run: Run, versions: Mapping[str, str]) -> str:
-    """The file's text."""
-    request = {name: value for name, value in run.request.items() if name != "time_limit"}
+    """Return the content of a run's file."""
     document = {
         "format": FORMAT,
         "model": run.model,
         "versions": dict(versions),
-        "picture": _write_picture(run.image),
-        "request": request,
+        "picture": _picture_fields(run.image),
+        "request": {name: value for name, value in run.request.items() if name != "time_limit"},
         "branched_at": run.branched_at,
         "finish_reason": run.finish_reason or "stopped",
         "timing": dataclasses.asdict(run.timing) if run.timing else None,
-        "tokens": [_write_step(step) for step in run.steps],
+        "tokens": [_step_fields(step) for step in run.steps],
     }
-    # A hub token never leaves the server, whatever it was pasted into.
+    # A prompt or a path can contain an access token of the hub.
     return redact_tokens(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1))
 
 
-def _write_picture(image: InputImage) -> dict[str, Any]:
+def _picture_fields(image: InputImage) -> dict[str, Any]:
     return {
         "width": image.width,
         "height": image.height,
         "shown": base64.b64encode(image.preview).decode(),
-        "seen": base64.b64encode(png_file(image.model_input)).decode(),
+        "seen": base64.b64encode(encode_png(image.model_input)).decode(),
         "seen_sha256": _pixel_hash(image.model_input),
     }
 
 
-def _write_step(step: Step) -> dict[str, Any]:
+def _step_fields(step: Step) -> dict[str, Any]:
     fields = dataclasses.asdict(step)
     for name in ("index", "text", "finish_reason"):
         del fields[name]
@@ -104,277 +85,225 @@ def _pixel_hash(image: Image.Image) -> str:
     return hashlib.sha256(image.tobytes()).hexdigest()
 
 
-# Reading
+# Import
 
 
 def read_run(file: bytes, number: int) -> Run:
-    """A run from a file that nobody has checked.
+    """Validate a run's file and return the run with this number.
 
-    Raises ValueError that says where the file is not what the module's docstring describes.
+    Raises:
+        InputError: if the file is not valid, with the location of the first error.
     """
-    with _reader:
-        parsed = _parse(file)
-        _check_format(parsed)
-        document = _fields("the file", parsed, _DOCUMENT)
-    steps = _read_steps(document["tokens"], document["finish_reason"])
-    _check_run(steps, document["request"]["forced_ids"], document["branched_at"])
-    timing = document["timing"]
+    with _reader_lock:
+        document = _validate(_parse_json(file))
+        steps = _read_steps(document)
+        image = _read_image(document.picture)
     return Run(
         number=number,
-        image=document["picture"],
-        request={**document["request"], "time_limit": None},
-        model=document["model"],
-        branched_at=document["branched_at"],
+        image=image,
+        request={**dict(document.request), "forced_ids": tuple(document.request.forced_ids), "time_limit": None},
+        model=dict(document.model),
+        branched_at=document.branched_at,
         steps=steps,
-        finish_reason=document["finish_reason"],
-        timing=Timing(**timing) if timing else None,
+        finish_reason=document.finish_reason,
+        timing=Timing(**dict(document.timing)) if document.timing else None,
         imported=True,
     )
 
 
-def _parse(file: bytes) -> Any:
+def _parse_json(file: bytes) -> Any:
     if len(file) > MAX_FILE_BYTES:
-        raise ValueError(f"the file has {len(file)} bytes; at most {MAX_FILE_BYTES} are read")
+        raise InputError("upload.size", "The file must have at most {maximum} MB.", maximum=MAX_FILE_BYTES // 2**20)
     try:
         return json.loads(
             file.decode("utf-8-sig"),
-            parse_constant=_refuse_constant,
-            parse_int=_read_integer,
-            object_pairs_hook=_read_object,
+            parse_constant=_reject_constant,
+            parse_int=_parse_integer,
+            object_pairs_hook=_parse_object,
         )
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError("the file is no JSON text") from error
+        raise InputError("run_file.json", "The file is not valid JSON.") from error
 
 
-def _check_format(parsed: Any) -> None:
-    """Say so at once when this is another file, or one of another version."""
-    found = parsed.get("format") if isinstance(parsed, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"the file is no run that can be read: its format is {quote(found)}, not {FORMAT!r}")
+def _reject_constant(name: str) -> None:
+    raise InputError("run_file.finite", "Numbers in a run file must be finite, got {name}.", name=name)
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"the file holds {name}; numbers must be finite")
-
-
-def _read_integer(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise ValueError(f"the file holds a number of {len(digits)} digits; at most {MAX_DIGITS} are read")
+        raise InputError(
+            "run_file.digits",
+            "Numbers in a run file must have at most {maximum} digits, got {count}.",
+            maximum=MAX_DIGITS,
+            count=len(digits),
+        )
     return int(digits)
 
 
-def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_FIELDS:
+        raise InputError(
+            "run_file.num_fields",
+            "Objects in a run file must have at most {maximum} fields, got {count}.",
+            maximum=MAX_FIELDS,
+            count=len(pairs),
+        )
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the file names {quote(twice)} twice in one object")
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise InputError("run_file.duplicate", "Duplicate field {name} in the run file.", name=quote(name))
     return fields
 
 
-def _read_steps(tokens: list[dict[str, Any]], finish_reason: str) -> list[Step]:
+def _validate(parsed: Any) -> RunFields:
+    found = parsed.get("format") if isinstance(parsed, dict) else None
+    if found != FORMAT:
+        raise InputError(
+            "run_file.format",
+            "The file is not a valid run file: format must be {expected!r}, got {found}.",
+            expected=FORMAT,
+            found=quote(found),
+        )
+    try:
+        return RunFields.model_validate(parsed)
+    except ValidationError as error:
+        raise _to_input_error(error.errors(include_url=False)) from error
+
+
+def _to_input_error(errors: Sequence[ErrorDetails]) -> InputError:
+    """Convert the first error that pydantic reports, with all missing and unexpected fields of the same object."""
+    first = errors[0]
+    if first["type"] not in ("missing", "extra_forbidden"):
+        return InputError(
+            "run_file.value",
+            "The file is not a valid run file. {place}: {reason}, got {value}.",
+            place=format_location(first["loc"]),
+            reason=first["msg"],
+            value=quote(first["input"]),
+        )
+    parent = first["loc"][:-1]
+    siblings = [error for error in errors if error["loc"][:-1] == parent]
+    return InputError(
+        "run_file.fields",
+        "The file is not a valid run file. {place}: missing fields: {missing}; unexpected fields: {unexpected}.",
+        place=format_location(parent) or "run",
+        missing=_field_names(siblings, "missing"),
+        unexpected=_field_names(siblings, "extra_forbidden"),
+    )
+
+
+def _field_names(errors: Sequence[ErrorDetails], error_type: str) -> str:
+    names = [quote(str(error["loc"][-1])) for error in errors if error["type"] == error_type]
+    return ", ".join(names[:5]) or "none"
+
+
+def _read_image(fields: PictureFields) -> InputImage:
+    preview, _ = _decode_base64_image("picture.shown", fields.shown, "JPEG", PREVIEW_SIDE)
+    _, model_input = _decode_base64_image("picture.seen", fields.seen, "PNG", MAX_MODEL_INPUT_SIDE)
+    if fields.width * fields.height > MAX_PIXELS:
+        raise InputError(
+            "run_file.pixels",
+            "picture must have at most {maximum} pixels, got {width} x {height}.",
+            maximum=MAX_PIXELS,
+            width=fields.width,
+            height=fields.height,
+        )
+    if model_input.width != model_input.height:
+        raise InputError(
+            "run_file.square",
+            "picture.seen must be square, got {width} x {height} pixels.",
+            width=model_input.width,
+            height=model_input.height,
+        )
+    if _pixel_hash(model_input) != fields.seen_sha256:
+        raise InputError("run_file.hash", "picture.seen_sha256 must be the SHA-256 of the pixels of picture.seen.")
+    return InputImage(fields.width, fields.height, preview, model_input)
+
+
+def _decode_base64_image(place: str, text: str, format_name: str, max_side: int) -> tuple[bytes, Image.Image]:
+    """Return the file and the image."""
+    try:
+        file = base64.b64decode(text, validate=True)
+        return file, decode_image(file, (format_name,), max_side)
+    except ValueError as error:
+        raise InputError(
+            "run_file.image",
+            "{place} must be a {format} file of at most {max_side} pixels per side, in base64.",
+            place=place,
+            format=format_name,
+            max_side=max_side,
+        ) from error
+
+
+def _read_steps(document: RunFields) -> list[Step]:
+    """Build the steps of a run. Raises InputError if they contradict each other or the request."""
     steps: list[Step] = []
     text = ""
-    for index, fields in enumerate(tokens):
-        text += fields["text_delta"]
-        is_last = index == len(tokens) - 1
-        reason = finish_reason if is_last and finish_reason != "stopped" else None
-        steps.append(Step(**fields, index=index, text=text, finish_reason=reason))
+    for index, token in enumerate(document.tokens):
+        text += token.text_delta
+        is_last = index == len(document.tokens) - 1
+        finish_reason: Any = document.finish_reason if is_last and document.finish_reason != "stopped" else None
+        fields = {**dict(token), "top": tuple(Candidate(**dict(candidate)) for candidate in token.top)}
+        step = Step(**fields, index=index, text=text, finish_reason=finish_reason)
+        _check_probabilities(step)
+        _check_candidates(step)
+        steps.append(step)
+    _check_run(steps, tuple(document.request.forced_ids), document.branched_at)
     return steps
 
 
 def _check_run(steps: Sequence[Step], forced_ids: tuple[int, ...], branched_at: int | None) -> None:
-    """Raise ValueError where steps contradict each other, or what the run says of itself."""
-    for step in steps:
-        _check_step(step)
     token_ids = tuple(step.token_id for step in steps)
     if token_ids[: len(forced_ids)] != forced_ids[: len(token_ids)]:
-        raise ValueError("the tokens do not begin with the request's forced_ids")
-    # The run may have ended before it got there.
+        raise InputError("run_file.forced_ids", "The tokens must begin with request.forced_ids.")
+    # The run may have ended before the branch.
     if branched_at is not None and branched_at >= len(forced_ids):
-        raise ValueError(f"branched_at is {branched_at}, and there are {len(forced_ids)} forced_ids")
+        raise InputError(
+            "run_file.branched_at",
+            "branched_at must be less than the number of forced_ids, {count}, got {index}.",
+            count=len(forced_ids),
+            index=branched_at,
+        )
     if any(later.seconds < earlier.seconds for earlier, later in itertools.pairwise(steps)):
-        raise ValueError("the tokens' seconds run backwards")
+        raise InputError("run_file.seconds", "The tokens' seconds must not decrease.")
 
 
-def _check_step(step: Step) -> None:
-    """Raise ValueError unless all numbers of a step can be of one distribution, and its candidates in its order."""
-    place = f"tokens[{step.index}]"
-    for token in (step, *step.top):
+def _check_probabilities(step: Step) -> None:
+    """Raise InputError unless logit, logprob, prob and logsumexp agree, for the token and its candidates."""
+    tokens: tuple[Step | Candidate, ...] = (step, *step.top)
+    for token in tokens:
         logprob = token.logit - step.logsumexp
         if abs(token.logprob - logprob) > TOLERANCE * max(1.0, abs(logprob)):
-            raise ValueError(f"{place}: the logprob of {token.token_id} is not its logit less logsumexp")
+            raise InputError(
+                "run_file.logprob",
+                "tokens[{index}]: logprob of token {token_id} must be logit - logsumexp.",
+                index=step.index,
+                token_id=token.token_id,
+            )
         if abs(token.prob - math.exp(token.logprob)) > TOLERANCE:
-            raise ValueError(f"{place}: the prob of {token.token_id} is not that of its logprob")
+            raise InputError(
+                "run_file.prob",
+                "tokens[{index}]: prob of token {token_id} must be exp(logprob).",
+                index=step.index,
+                token_id=token.token_id,
+            )
+
+
+def _check_candidates(step: Step) -> None:
+    """Raise InputError unless the candidates are distinct, in order of their logits, and agree with the rank."""
     if any(first.logit < second.logit for first, second in itertools.pairwise(step.top)):
-        raise ValueError(f"{place}: the candidates are not in the order of their logits")
+        raise InputError(
+            "run_file.order", "tokens[{index}]: candidates must be in descending order of logits.", index=step.index
+        )
     ids = [candidate.token_id for candidate in step.top]
     if len(set(ids)) < len(ids):
-        raise ValueError(f"{place}: two candidates have the same id")
+        raise InputError(
+            "run_file.duplicate_candidate", "tokens[{index}]: candidates must have distinct ids.", index=step.index
+        )
     if step.rank <= len(ids) and ids[step.rank - 1] != step.token_id:
-        raise ValueError(f"{place}: its rank is {step.rank}, where the candidates have another token")
-
-
-# What a field may be. A check takes the field's place in the file and its value, and returns the value.
-
-
-def _fields(place: str, value: Any, checks: Mapping[str, Check]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{place} must be an object")
-    missing, unknown = sorted(checks.keys() - value.keys()), sorted(value.keys() - checks.keys())
-    if missing or unknown:
-        preview = [name[:40] for name in unknown[:5]]
-        raise ValueError(f"{place} lacks {missing or 'nothing'} and has the unknown {preview or 'nothing'}")
-    return {name: check(f"{place}, {name}", value[name]) for name, check in checks.items()}
-
-
-def _object(checks: Mapping[str, Check]) -> Check:
-    return lambda place, value: _fields(place, value, checks)
-
-
-def _list(check: Check, most: int, least: int = 0) -> Check:
-    def read(place: str, value: Any) -> list[Any]:
-        if not isinstance(value, list) or not least <= len(value) <= most:
-            raise ValueError(f"{place} must be a list of {least} to {most}")
-        return [check(f"{place}[{index}]", item) for index, item in enumerate(value)]
-
-    return read
-
-
-def _or_none(check: Check) -> Check:
-    return lambda place, value: None if value is None else check(place, value)
-
-
-def _text(most: int) -> Check:
-    def read(place: str, value: Any) -> str:
-        if not isinstance(value, str) or len(value) > most:
-            raise ValueError(f"{place} must be a text of at most {most} characters")
-        if replace_lone_surrogates(value) != value:
-            raise ValueError(f"{place} must be a text that has a UTF-8 form")
-        return value
-
-    return read
-
-
-def _one_of(*allowed: str) -> Check:
-    def read(place: str, value: Any) -> str:
-        if not isinstance(value, str) or value not in allowed:
-            raise ValueError(f"{place} must be one of {', '.join(allowed)}")
-        return value
-
-    return read
-
-
-def _whole(low: int, high: int) -> Check:
-    def read(place: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ValueError(f"{place} must be a whole number from {low} to {high}")
-        return value
-
-    return read
-
-
-def _real(low: float, high: float) -> Check:
-    def read(place: str, value: Any) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:  # NaN is not either
-            raise ValueError(f"{place} must be a number from {low:g} to {high:g}")
-        return float(value)
-
-    return read
-
-
-def _versions(place: str, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or len(value) > 20:
-        raise ValueError(f"{place} must be an object of at most 20 texts")
-    return {_text(MAX_TEXT)(place, name): _text(MAX_TEXT)(place, version) for name, version in value.items()}
-
-
-def _image_file(format_name: str, longest_side: int, longest_text: int) -> Check:
-    def read(place: str, value: Any) -> tuple[bytes, Image.Image]:
-        text = _text(longest_text)(place, value)
-        try:
-            file = base64.b64decode(text, validate=True)
-            return file, decode_image(file, (format_name,), longest_side)
-        except ValueError as error:
-            raise ValueError(f"{place} must be a {format_name} file in base64: {error}") from error
-
-    return read
-
-
-def _picture(place: str, value: Any) -> InputImage:
-    fields = _fields(place, value, _PICTURE)
-    (preview, _), (_, model_input) = fields["shown"], fields["seen"]
-    if fields["width"] * fields["height"] > MAX_PIXELS:
-        raise ValueError(f"{place} must have at most {MAX_PIXELS} pixels, got {fields['width']} x {fields['height']}")
-    if model_input.width != model_input.height:
-        raise ValueError(f"{place}, seen must be a square")
-    if _pixel_hash(model_input) != fields["seen_sha256"]:
-        raise ValueError(f"{place}, seen_sha256 is not that of seen")
-    return InputImage(fields["width"], fields["height"], preview, model_input)
-
-
-_ID = _whole(0, 10_000_000)
-_PROBABILITY = _real(0, 1)
-_LOGIT = _real(-1e30, 1e30)
-_LOGPROB = _real(-1e30, 0)
-_SECONDS = _real(0, 1e9)
-_CANDIDATE = {
-    "token_id": _ID,
-    "piece": _text(MAX_TEXT),
-    "logit": _LOGIT,
-    "logprob": _LOGPROB,
-    "prob": _PROBABILITY,
-    "sampled_prob": _PROBABILITY,
-}
-_STEP = {
-    **_CANDIDATE,
-    "text_delta": _text(MAX_TEXT),
-    "rank": _whole(1, 10_000_000),
-    "entropy": _real(0, 100),
-    "logsumexp": _LOGIT,
-    "seconds": _SECONDS,
-    "top": lambda place, value: tuple(
-        Candidate(**fields) for fields in _list(_object(_CANDIDATE), MAX_TOP_N, least=1)(place, value)
-    ),
-}
-_PICTURE = {
-    "width": _whole(1, MAX_PIXELS),
-    "height": _whole(1, MAX_PIXELS),
-    "shown": _image_file("JPEG", PREVIEW_SIDE, MAX_SHOWN_TEXT),
-    "seen": _image_file("PNG", MAX_SEEN_SIDE, MAX_SEEN_TEXT),
-    "seen_sha256": _text(64),
-}
-_REQUEST = {
-    "prompt": _text(MAX_PROMPT_CHARACTERS),
-    "max_new_tokens": _whole(1, MAX_TOKENS),
-    "temperature": _real(0, 1e6),
-    "top_k": _whole(0, 10_000_000),
-    "top_p": _real(1e-9, 1),
-    "seed": _whole(0, MAX_SEED),
-    "top_n": _whole(1, MAX_TOP_N),
-    "forced_ids": lambda place, value: tuple(_list(_ID, MAX_TOKENS)(place, value)),
-}
-_MODEL = {
-    "name": _text(MAX_TEXT),
-    "revision": _or_none(_text(MAX_TEXT)),
-    "dtype": _text(MAX_TEXT),
-    "device": _text(MAX_TEXT),
-    "parameters": _whole(0, 10**15),
-}
-_TIMING = {
-    "image_s": _SECONDS,
-    "first_token_s": _SECONDS,
-    "total_s": _SECONDS,
-    "tokens_per_s": _or_none(_real(0, 1e9)),
-}
-_DOCUMENT = {
-    "format": _text(MAX_TEXT),
-    "model": _object(_MODEL),
-    "versions": _versions,
-    "picture": _picture,
-    "request": _object(_REQUEST),
-    "branched_at": _or_none(_whole(0, MAX_TOKENS)),
-    "finish_reason": _one_of(*FINISH_REASONS),
-    "timing": _or_none(_object(_TIMING)),
-    "tokens": _list(_object(_STEP), MAX_TOKENS),
-}
+        raise InputError(
+            "run_file.rank",
+            "tokens[{index}]: rank is {rank}, but that candidate is another token.",
+            index=step.index,
+            rank=step.rank,
+        )

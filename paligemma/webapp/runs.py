@@ -1,36 +1,34 @@
-"""The runs of a visit: what was asked, what came, and which run branched from which."""
+"""Runs, requests for runs, and the history of a session."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paligemma.sampling import Sampling
-from paligemma.webapp.render.token_strip import visible_piece
+from paligemma.webapp.requests import GenerationRequest
 
 if TYPE_CHECKING:
     from paligemma.generation import GenerationResult, Step, Timing
     from paligemma.webapp.images import InputImage
 
 MAX_RUNS = 20
-MAX_CANDIDATES = 60_000  # some 30 MB: what a visitor may make the server keep
-TEXT_SHOWN = 200
-_CUT_TOKEN = re.compile(r"<[a-z]*\d*$")
+MAX_CANDIDATES = 60_000  # about 30 MB per session
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run that is asked for. Nothing in it has been checked but for what is said here.
+    """A pending run. Its values are not validated yet.
 
     Attributes:
-        picture: where the uploaded picture lies, or the picture of the run that is continued; None: there is none.
-        arguments: those of `read_request`, prompt first.
-        parent: number of the run that this one branches from, and at which token.
-        replaces: number of the run that this one continues, and whose place it takes.
-        stop_after: tokens after which it rests, for one step at a time.
+        image: path of the uploaded image, or the image of the run to branch from or continue; None without an image.
+        arguments: arguments of `read_request`, in order.
+        parent: number of the run to branch from.
+        branched_at: index of the token that differs from the parent run.
+        replaces: number of the run to continue.
+        stop_after: number of tokens after which the run pauses; None: it runs to the end.
     """
 
     image: str | Path | InputImage | None
@@ -43,13 +41,17 @@ class RunRequest:
 
 @dataclass
 class Run:
-    """One answer, whole or under way.
+    """One answer, complete or in progress.
 
     Attributes:
-        request: the checked arguments of `PaliGemma.stream`, seed included, that give this run again.
-        model: what describes the model that answered, as in the export.
-        finish_reason: of the result; "stopped" when it was ended before, None while it runs.
-        masks: what `objects.py` has decoded so far.
+        number: number in the session, from 1.
+        request: validated arguments of `PaliGemma.stream` with the seed that was used; they reproduce the run.
+        model: metadata of the model, as exported.
+        parent, branched_at: see `RunRequest`.
+        finish_reason: as in `GenerationResult`, or "stopped"; None while in progress.
+        timing: None for a run in progress or stopped.
+        masks: cache of decoded masks as data URLs, by mask codes.
+        imported: True if the run was read from a file.
     """
 
     number: int
@@ -66,30 +68,34 @@ class Run:
 
     @property
     def sampling(self) -> Sampling:
+        """The sampling settings, without the seed."""
         return Sampling(self.request["temperature"], self.request["top_k"], self.request["top_p"])
 
     @property
     def text(self) -> str:
+        """The answer so far."""
         return self.steps[-1].text if self.steps else ""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
+        """The ids of all tokens so far."""
         return tuple(step.token_id for step in self.steps)
 
     @property
     def num_forced(self) -> int:
-        """Tokens at the beginning that the model did not choose in this run."""
+        """Number of tokens taken from the parent run, including the one selected at the branch."""
         return 0 if self.branched_at is None else self.branched_at + 1
 
     def finish(self, result: GenerationResult | None) -> None:
-        """Note how it ended; None: it was stopped."""
+        """Store how the run ended. None: it was stopped."""
         self.finish_reason, self.timing = (result.finish_reason, result.timing) if result else ("stopped", None)
 
 
 class History:
-    """The last runs of a visit: at most MAX_RUNS, and fewer when they hold more than MAX_CANDIDATES candidates.
+    """The most recent runs of a session: at most MAX_RUNS with at most MAX_CANDIDATES candidates in total.
 
-    `current` is the one on the page.
+    Attributes:
+        current: the run on the page, or None.
     """
 
     def __init__(self) -> None:
@@ -98,28 +104,31 @@ class History:
         self.current: Run | None = None
 
     def __iter__(self) -> Iterator[Run]:
+        """Iterate over a copy, oldest first."""
         return iter(list(self._runs.values()))
 
     def next_number(self) -> int:
+        """Return the number for a new run."""
         self._last_number += 1
         return self._last_number
 
     def add(self, run: Run) -> Run:
-        """Take a run in and show it; the oldest goes when there are too many."""
+        """Add a run, or replace the one with its number, and make it the current one. Old runs are removed."""
         self._runs[run.number] = run
         self.current = run
         while len(self._runs) > MAX_RUNS or (len(self._runs) > 1 and self._num_candidates() > MAX_CANDIDATES):
             del self._runs[next(number for number in self._runs if number != run.number)]
         return run
 
-    def _num_candidates(self) -> int:
-        return sum(len(step.top) for run in self for step in run.steps)
-
     def find(self, number: Any) -> Run | None:
+        """Return the run with this number, or None."""
         return self._runs.get(number) if isinstance(number, int) else None
 
     def branch_request(self, number: Any, index: Any, token_id: Any) -> RunRequest | None:
-        """Answer anew from token `index` of a run, with `token_id` there; None for what the run does not have."""
+        """Return a request that replaces token `index` of a run by `token_id` and generates the rest.
+
+        Returns None if there is no such run or token.
+        """
         run = self.find(number)
         if run is None or not all(isinstance(value, int) for value in (index, token_id)):
             return None
@@ -130,69 +139,22 @@ class History:
         return RunRequest(run.image, arguments, parent=run.number, branched_at=index)
 
     def step_request(self) -> RunRequest | None:
-        """One token more for the current run; None where nothing can follow."""
+        """Return a request for one more token of the current run; None if it is in progress or complete."""
         run = self.current
         if run is None or run.finish_reason in (None, "eos"):
             return None
-        count = len(run.steps) + 1
-        # A branch may have been stopped before all of its forced tokens came.
+        num_tokens = len(run.steps) + 1
+        # A branch may have been stopped before all of its forced tokens were generated.
         forced_ids = (*run.token_ids, *run.request["forced_ids"][len(run.steps) :])
-        arguments = _arguments(run, count, forced_ids)
-        return RunRequest(run.image, arguments, run.parent, run.branched_at, run.number, stop_after=count)
+        arguments = _arguments(run, num_tokens, forced_ids)
+        return RunRequest(run.image, arguments, run.parent, run.branched_at, run.number, stop_after=num_tokens)
+
+    def _num_candidates(self) -> int:
+        return sum(len(step.top) for run in self for step in run.steps)
 
 
-def run_tree(history: History, compared: Sequence[Run] = ()) -> dict[str, Any]:
-    """The value of the list of runs: every run behind the one that it branched from, and two side by side."""
-    runs = list(history)
-    numbers = {run.number for run in runs}
-    children: dict[int | None, list[Run]] = {}
-    for run in runs:
-        children.setdefault(run.parent if run.parent in numbers else None, []).append(run)
-    rows = [_tree_row(run, depth, history.current) for run, depth in _walk(children, None, 0)]
-    return {"runs": rows, "compared": compare(*compared) if len(compared) == 2 else None}
-
-
-def compare(left: Run, right: Run) -> list[dict[str, Any]]:
-    """Two runs, token beside token: "same" where both have one id in one place."""
-    same = [one == other for one, other in zip(left.token_ids, right.token_ids)]  # noqa: B905 - one may be longer
-    return [
-        {
-            "number": run.number,
-            "prompt": run.request["prompt"],
-            "tokens": [
-                {"piece": visible_piece(step.piece), "prob": step.prob, "same": index < len(same) and same[index]}
-                for index, step in enumerate(run.steps)
-            ],
-        }
-        for run in (left, right)
-    ]
-
-
-def _walk(children: dict[int | None, list[Run]], parent: int | None, depth: int) -> Iterator[tuple[Run, int]]:
-    for run in children.get(parent, []):
-        yield run, depth
-        yield from _walk(children, run.number, depth + 1)
-
-
-def _tree_row(run: Run, depth: int, current: Run | None) -> dict[str, Any]:
-    at = run.branched_at
-    piece = visible_piece(run.steps[at].piece) if at is not None and at < len(run.steps) else ""
-    return {
-        "number": run.number,
-        "depth": depth,
-        "prompt": run.request["prompt"],
-        "text": _CUT_TOKEN.sub("", run.text[:TEXT_SHOWN]),
-        "count": len(run.steps),
-        "branched_at": None if at is None else at + 1,
-        "piece": piece,
-        "current": run is current,
-        "imported": run.imported,
-    }
-
-
-def _arguments(run: Run, count: int, forced_ids: tuple[int, ...]) -> tuple[Any, ...]:
-    """The arguments of `read_request` that ask for the same run again, from other tokens on, at least `count` long."""
-    names = ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "top_n", "forced_ids", "time_limit")
-    longest = max(count, run.request["max_new_tokens"])
-    submitted = {**run.request, "forced_ids": forced_ids, "max_new_tokens": longest}
-    return tuple(submitted[name] for name in names)
+def _arguments(run: Run, num_tokens: int, forced_ids: tuple[int, ...]) -> tuple[Any, ...]:
+    """Arguments of `read_request` to repeat a run with other forced tokens and at least `num_tokens` tokens."""
+    max_new_tokens = max(num_tokens, run.request["max_new_tokens"])
+    request = {**run.request, "forced_ids": forced_ids, "max_new_tokens": max_new_tokens}
+    return tuple(request[name] for name in GenerationRequest.model_fields)

@@ -20,9 +20,9 @@ from fastapi.routing import APIRoute
 from paligemma.errors import InputError
 from paligemma.paths import ASSETS
 from paligemma.webapp.errors import is_disk_full, report_error
-from paligemma.webapp.requests import MAX_FILE_BYTES
 from paligemma.webapp.served_models import ServedModels
 from paligemma.webapp.ui import build_app
+from paligemma.webapp.uploads import MAX_FILE_BYTES
 
 
 def serve(served_models: ServedModels, **settings: Any) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from paligemma.webapp.examples import Example
 from paligemma.webapp.images import InputImage
-from paligemma.webapp.requests import uploaded_path
 from paligemma.webapp.runs import History, Run, RunRequest
 from paligemma.webapp.served_models import ServedModel
+from paligemma.webapp.uploads import uploaded_path
 
 
 @dataclass

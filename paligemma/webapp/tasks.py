@@ -1,4 +1,4 @@
-"""The task chips: what the loaded model was trained to answer, as prompts to begin with."""
+"""Task chips: prompts that the loaded model was trained on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Task:
-    """A chip. `prefix` is what it writes; `example` stands for the words that a person adds, "" where none are."""
+    """A kind of prompt.
+
+    Attributes:
+        name: label of the chip.
+        language: language of the answer; "" if it has none.
+        prefix: beginning of the prompt.
+        example: an example of the rest of the prompt; "" if `prefix` is the whole prompt.
+    """
 
     name: str
     language: str
@@ -24,36 +31,36 @@ def _captions(languages: Iterable[str]) -> tuple[Task, ...]:
 _ANSWER = Task("answer", "en", "answer en ", "what is this?")
 _DETECT = Task("detect", "", "detect ", "dog")
 _SEGMENT = Task("segment", "", "segment ", "dog")
-# The bundled model has learned these; the mix checkpoints know them in 34 languages (PaliGemma, arXiv 2407.07726).
+# Tasks whose prompts name objects, so that one prompt can be changed into the other.
+_OBJECT_PREFIXES = {_DETECT.prefix, _SEGMENT.prefix}
 BUNDLED_TASKS = (*_captions(("en", "es", "zh")), _DETECT, _SEGMENT, _ANSWER)
-BUNDLED_NOTE = (
-    "This model knows only pictures of emoji like those in the examples. To a photo it gives an answer too, which "
-    "means nothing."
-)
-# By a mark in the name, as Google names its checkpoints.
-NOTES = {
-    "-pt-": "This checkpoint (pt) is only pre-trained: it answers the prompts of its training, such as these, and free "
-    "questions poorly. A mix checkpoint answers more.",
-    "-ft-": "This checkpoint (ft) is fine-tuned for one task: it answers the prompts of that task only.",
-}
+# The mix checkpoints are trained on captions in 34 languages (PaliGemma, arXiv 2407.07726).
 MIX_TASKS = (*_captions(("en", "es", "fr", "zh")), _ANSWER, _DETECT, _SEGMENT, Task("ocr", "", "ocr"))
+BUNDLED_NOTE = "Trained on emoji scenes only. Answers about photos are meaningless."
+# By a part of the checkpoint's name on the hub.
+NOTES = {
+    "-pt-": "Pre-trained checkpoint (pt): use prompts like these. For free-form questions, use a mix checkpoint.",
+    "-ft-": "Checkpoint fine-tuned for one task (ft): use the prompts of that task only.",
+}
 
 
 def tasks_of(source: str | None) -> tuple[Task, ...]:
-    """The tasks of a model by where it came from: `PaliGemma.source`."""
+    """Return the tasks of a model by its `PaliGemma.source`."""
     return BUNDLED_TASKS if source == "bundled" else MIX_TASKS
 
 
 def note_on(name: str, source: str | None) -> str:
-    """A sentence on a model that can be asked less than a person may expect; "" for any other.
+    """Return the limits of a model in one line, or "".
 
-    `name` as on the hub, `source` as in `PaliGemma.source`.
+    Args:
+        name: the model's name, as on the hub.
+        source: `PaliGemma.source`.
     """
-    return BUNDLED_NOTE if source == "bundled" else next((NOTES[mark] for mark in NOTES if mark in name), "")
+    return BUNDLED_NOTE if source == "bundled" else next((NOTES[part] for part in NOTES if part in name), "")
 
 
 def task_chips(tasks: Iterable[Task], note: str = "") -> dict[str, Any]:
-    """The value of the chips, with the sentence below them."""
+    """Return the value of the task chips, with a note below them."""
     return {
         "note": note,
         "chips": [
@@ -64,11 +71,11 @@ def task_chips(tasks: Iterable[Task], note: str = "") -> dict[str, Any]:
 
 
 def apply_task(task: Task, prompt: str, tasks: Iterable[Task]) -> str:
-    """The prompt once a chip is pressed: the task's own beginning, and what the person had already asked about."""
+    """Change a prompt to a task's prompt. Object names and questions are kept if the task can use them."""
     if not task.example:
         return task.prefix
-    known = sorted((other.prefix for other in tasks if other.example), key=len, reverse=True)
-    used = next((prefix for prefix in known if prompt.startswith(prefix)), None)
-    subject = prompt.removeprefix(used).strip() if used else ""
-    is_same_sort = used is not None and (used == task.prefix or {used, task.prefix} <= {"detect ", "segment "})
-    return task.prefix + (subject if is_same_sort else "")
+    prefixes = sorted((other.prefix for other in tasks if other.example), key=len, reverse=True)
+    current = next((prefix for prefix in prefixes if prompt.startswith(prefix)), None)
+    if current is None or not (current == task.prefix or {current, task.prefix} <= _OBJECT_PREFIXES):
+        return task.prefix
+    return task.prefix + prompt.removeprefix(current).strip()

@@ -34,7 +34,7 @@ from paligemma.webapp.handlers import (
     submit_step,
 )
 from paligemma.webapp.render.attention import LENS_COLUMNS
-from paligemma.webapp.render.token_strip import CANDIDATE_COLUMNS
+from paligemma.webapp.render.candidates import CANDIDATE_COLUMNS
 from paligemma.webapp.requests import MAX_PROMPT_CHARACTERS
 from paligemma.webapp.served_models import ServedModel, ServedModels
 from paligemma.webapp.session import Session
@@ -42,7 +42,7 @@ from paligemma.webapp.session import Session
 PANELS = (
     ("panel-candidates", "Candidates"),
     ("panel-objects", "Objects"),
-    ("panel-attention", "Attention and logit lens"),
+    ("panel-attention", "Attention and lens"),
     ("panel-runs", "Runs"),
 )
 UNQUEUED = {**PRIVATE, "queue": False}

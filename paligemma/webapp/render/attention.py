@@ -1,16 +1,18 @@
-"""What the model did inside for one token: attention over the picture, and the logit lens, as the page draws them."""
+"""Data for attention on the image and the logit lens."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from paligemma.webapp.render.token_strip import format_share, visible_piece
+from paligemma.webapp.render.formatting import format_percentage, visible_text
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from paligemma.lens import Inspection, LensRow
 
+# (title, kind), as in candidates.CANDIDATE_COLUMNS.
 LENS_COLUMNS = (
     ("layer", "number"),
     ("top token", "text"),
@@ -18,59 +20,50 @@ LENS_COLUMNS = (
     ("rank of final token", "number"),
     ("entropy", "number"),
 )
-# Enough digits for a picture, and a seventh of the bytes.
-DIGITS = 6
+# Decimals of attention weights, to keep the JSON small.
+NUM_DECIMALS = 6
 
 
 def inspection_event(inspection: Inspection, index: int) -> dict[str, Any]:
-    """One inspected token as JSON.
+    """Return the inspection of token `index` as JSON data.
 
-    Returns {"index", "grid": [rows, columns] of patches, "attention": per layer and head the weights on the patches,
-    row by row, "picture_share": per layer and head, "lens": [{"layer", "token_id", "piece", "prob",
-    "rank_of_final", "entropy"}]}. Weights are rounded to DIGITS digits.
+    Returns:
+        {"index", "grid": [rows, columns] of patches, "attention": weights of the patches in row-major order, per layer
+        and head, "picture_share": their sum per layer and head, "lens": [{"layer", "token_id", "piece", "prob",
+        "rank_of_final", "entropy"}]}. Weights are rounded to NUM_DECIMALS decimals.
     """
     return {
         "index": index,
         "grid": list(inspection.grid),
-        "attention": _rounded(inspection.attention.tolist()),
-        "picture_share": _rounded(inspection.image_share.tolist()),
-        "lens": [_lens_fields(row) for row in inspection.lens],
+        "attention": _round(inspection.attention.tolist()),
+        "picture_share": _round(inspection.image_share.tolist()),
+        "lens": [dataclasses.asdict(row) for row in inspection.lens],
     }
 
 
-def inspect(run: int, inspection: Inspection, index: int) -> dict[str, Any]:
-    """The value of the page's look inside: the event, and its lens as rows of a table."""
+def attention_state(run: int, inspection: Inspection, index: int) -> dict[str, Any]:
+    """Return the value of the page's part: the event with "lens" replaced by table rows, and the run's number."""
     event = inspection_event(inspection, index)
     del event["lens"]
     return {"run": run, **event, "rows": [_lens_row(row) for row in inspection.lens]}
 
 
-def mean_shares(image_shares: Tensor) -> list[float]:
-    """`lens.picture_shares`, (tokens, layers, heads), averaged over layers and heads: one share a token."""
-    return _rounded(image_shares.mean(dim=(1, 2)).tolist())
-
-
-def _lens_fields(row: LensRow) -> dict[str, Any]:
-    return {
-        "layer": row.layer,
-        "token_id": row.token_id,
-        "piece": row.piece,
-        "prob": row.prob,
-        "rank_of_final": row.rank_of_final,
-        "entropy": row.entropy,
-    }
+def mean_image_shares(image_shares: Tensor) -> list[float]:
+    """Average `lens.image_shares`, shape (tokens, layers, heads), over layers and heads."""
+    return _round(image_shares.mean(dim=(1, 2)).tolist())
 
 
 def _lens_row(row: LensRow) -> dict[str, Any]:
     cells = [
         str(row.layer),
-        visible_piece(row.piece),
-        format_share(row.prob),
+        visible_text(row.piece),
+        format_percentage(row.prob),
         str(row.rank_of_final),
         f"{row.entropy:.2f}",
     ]
     return {"cells": cells, "share": row.prob, "dropped": False}
 
 
-def _rounded(values: Any) -> Any:
-    return [_rounded(value) for value in values] if isinstance(values, list) else round(values, DIGITS)
+def _round(values: Any) -> Any:
+    """Round a number or nested lists of numbers."""
+    return [_round(value) for value in values] if isinstance(values, list) else round(values, NUM_DECIMALS)
