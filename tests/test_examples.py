@@ -1,4 +1,4 @@
-"""The example pictures that the page offers, and how their true answers are found."""
+"""The page's example images and their true answers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pytest
 from PIL import Image
 
 import paligemma
-from paligemma.tools.examples import true_question
-from paligemma.training.icons import CLASSES, COLORS
+from paligemma.tools.examples import EXAMPLES, find_question
+from paligemma.training.captions import parse_caption
+from paligemma.training.classes import CLASSES, COLORS
 from paligemma.training.scenes import Scene, SceneObject
-from paligemma.training.tasks import box_iou, caption_counts, parse_boxes
+from paligemma.training.scoring import box_iou, parse_boxes
 
 FOLDER = Path(__file__).parents[1] / "assets" / "examples"
 ENTRIES = json.loads((FOLDER / "examples.json").read_text(encoding="utf-8"))
 NAMES = "|".join(CLASSES)
-PLURALS = "|".join(icon_class.noun.plural for icon_class in CLASSES.values())
+PLURALS = "|".join(object_class.noun.plural for object_class in CLASSES.values())
 PROMPTS = {
     "caption": r"caption (en|es|zh)",
     "detect": rf"detect ({NAMES})",
@@ -38,12 +39,12 @@ def vlm() -> paligemma.PaliGemma:
     return paligemma.load(device="cpu")
 
 
-def kind(prompt: str) -> str | None:
+def task_of(prompt: str) -> str | None:
     return next((name for name, pattern in PROMPTS.items() if re.fullmatch(pattern, prompt)), None)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["file"])
-def test_every_example_is_a_large_picture_with_prompt_answer_and_credit(entry):
+def test_example_has_a_large_image_prompt_answer_and_credit(entry):
     with Image.open(FOLDER / entry["file"]) as image:
         image.load()
         assert min(image.size) >= 448 and image.mode == "RGB"
@@ -52,47 +53,48 @@ def test_every_example_is_a_large_picture_with_prompt_answer_and_credit(entry):
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["file"])
-def test_every_prompt_is_one_that_the_model_knows_and_the_answer_fits_it(entry):
+def test_example_prompt_is_a_task_prompt_with_a_valid_answer(entry):
     prompt, answer = entry["prompt"], entry["answer"]
-    asked = kind(prompt)
-    assert asked is not None, prompt
-    if asked == "caption":
-        assert caption_counts(answer, prompt[-2:]).total() in (1, 2, 3, 4)
-    elif asked in ("detect", "several", "segment"):
+    task = task_of(prompt)
+    assert task is not None, prompt
+    if task == "caption":
+        assert parse_caption(answer, prompt[-2:]).total() in (1, 2, 3, 4)
+    elif task in ("detect", "several", "segment"):
         labels = {label for label, _, _ in parse_boxes(answer)}
         assert labels == set(prompt.split(" ", 1)[1].split(" ; "))
-    elif asked == "color":
+    elif task == "color":
         assert answer in COLORS
 
 
-def test_the_examples_show_every_task_and_language():
+def test_examples_cover_every_task_and_language():
+    assert [(entry["file"], entry["prompt"]) for entry in ENTRIES] == [(f"{e.name}.png", e.prompt) for e in EXAMPLES]
     assert len({entry["file"] for entry in ENTRIES}) == len(ENTRIES) >= 12
-    assert {kind(entry["prompt"]) for entry in ENTRIES} == set(PROMPTS)
+    assert {task_of(entry["prompt"]) for entry in ENTRIES} == set(PROMPTS)
     assert {"caption en", "caption es", "caption zh"} <= {entry["prompt"] for entry in ENTRIES}
 
 
-def test_the_folder_holds_no_other_picture_and_stays_small():
+def test_examples_folder_contains_no_other_image_and_is_small():
     assert {path.name for path in FOLDER.glob("*.png")} == {entry["file"] for entry in ENTRIES}
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 1_500_000
 
 
-def test_the_true_answer_is_found_by_its_prompt():
+def test_find_question_returns_the_true_answer():
     dog = SceneObject("dog", None, "shapes", np.array([5.0, 5, 25, 25]), np.full((20, 20), 255, np.uint8), (5, 5))
     scene = Scene(np.zeros((100, 100, 3), np.uint8), (dog,))
-    assert true_question(scene, "where", "answer en where is the dog?").answer == "top left"
+    assert find_question(scene, "where", "answer en where is the dog?").answer == "top left"
     with pytest.raises(ValueError, match="where is the cat"):
-        true_question(scene, "where", "answer en where is the cat?")
+        find_question(scene, "where", "answer en where is the cat?")
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["file"])
-def test_the_bundled_model_answers_every_example_rightly(vlm, entry):
-    """Words exactly; boxes by name and order, each over at least half of what it and the true one cover together."""
+def test_bundled_model_answers_every_example_correctly(vlm, entry):
+    """Exact match for text; for boxes, the same labels in the same order and an IoU of at least 0.5."""
     with Image.open(FOLDER / entry["file"]) as image:
         answer = vlm.generate(image, entry["prompt"]).text
-    true, said = parse_boxes(entry["answer"]), parse_boxes(answer)
-    assert [label for label, _, _ in said] == [label for label, _, _ in true]
-    assert all(box_iou(true_box, box) >= 0.5 for (_, true_box, _), (_, box, _) in zip(true, said, strict=True))
+    true, predicted = parse_boxes(entry["answer"]), parse_boxes(answer)
+    assert [label for label, _, _ in predicted] == [label for label, _, _ in true]
+    assert all(box_iou(true_box, box) >= 0.5 for (_, true_box, _), (_, box, _) in zip(true, predicted, strict=True))
     if not true:
         assert answer.strip() == entry["answer"]
-    if kind(entry["prompt"]) == "segment":
-        assert [len(codes) for _, _, codes in said] == [16] * len(true)
+    if task_of(entry["prompt"]) == "segment":
+        assert [len(codes) for _, _, codes in predicted] == [16] * len(true)

@@ -1,4 +1,4 @@
-"""Reading the training's log and drawing its curve."""
+"""Reading the training log and plotting the training curves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from paligemma.training.plot import draw, read_log
+from paligemma.training.plot import plot, read_log
 
 
-def write_log(path: Path, lines: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+def write_log(path: Path, entries: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
     return path
 
 
@@ -23,18 +23,18 @@ def evaluation(step: int, value: float = 0.5) -> dict:
     return {"step": step, "evaluation": {"trained 1-3": {"caption_en exact": value}}}
 
 
-def test_a_later_start_adds_its_time_and_replaces_the_steps_it_repeats(tmp_path):
+def test_resumed_run_adds_its_time_and_replaces_repeated_steps(tmp_path):
     first = [losses(50, 10), losses(100, 20, 2.0), evaluation(100), losses(150, 30), evaluation(150)]
     log = read_log(write_log(tmp_path / "log.jsonl", [*first, losses(100, 7, 3.0), evaluation(100, 0.9)]))
     assert log.seconds == 37
-    assert [(line["step"], line["single_words"]) for line in log.losses] == [(50, 1.0), (100, 3.0)]
+    assert [(entry["step"], entry["single_words"]) for entry in log.losses] == [(50, 1.0), (100, 3.0)]
     assert log.evaluations == (evaluation(100, 0.9),)
 
 
-def test_a_curve_is_drawn_of_a_whole_log_and_of_one_without_evaluations(tmp_path):
-    whole = [losses(50, 10), losses(100, 20), evaluation(100), losses(150, 30), evaluation(150, 0.7)]
-    for number, lines in enumerate((whole, whole[:1])):
-        path = tmp_path / f"{number}.png"
-        draw(read_log(write_log(tmp_path / "log.jsonl", lines))).savefig(path)
+def test_plot_of_logs_with_and_without_evaluations(tmp_path):
+    complete = [losses(50, 10), losses(100, 20), evaluation(100), losses(150, 30), evaluation(150, 0.7)]
+    for index, entries in enumerate((complete, complete[:1])):
+        path = tmp_path / f"{index}.png"
+        plot(read_log(write_log(tmp_path / "log.jsonl", entries))).savefig(path)
         with Image.open(path) as image:
             assert image.width > 1000

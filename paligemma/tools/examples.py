@@ -1,8 +1,8 @@
-"""Draw the page's example pictures: `python -m paligemma.tools.examples`.
+"""Render the page's example images: `python -m paligemma.tools.examples`.
 
-A dozen scenes in the Noto style, chosen by eye among numbered scenes that neither training nor evaluation meets, each
-with a prompt and its true answer. They go to `assets/examples/` with `examples.json`; the same versions of Pillow and
-resvg write the same bytes again.
+Twelve hand-picked scenes in the Noto style, disjoint from the training and evaluation scenes, each with a prompt and
+the true answer, are written to `assets/examples`. The output is reproducible with the same versions of Pillow and
+resvg.
 """
 
 from __future__ import annotations
@@ -16,19 +16,27 @@ import numpy as np
 from PIL import Image
 
 from paligemma.training.icons import fetch_icons, load_sprites
-from paligemma.training.scenes import EVALUATION, Scene, SceneMaker
-from paligemma.training.tasks import Question, ask
+from paligemma.training.layout import EVALUATION
+from paligemma.training.scenes import Scene, SceneGenerator
+from paligemma.training.tasks import Question, make_question
 
-STYLE, SEED = "noto", 7
-OPTIONS = replace(EVALUATION, counts=(1, 2, 2.2, 0.8))
-SIZE, SPRITE_SIZE = 512, 384
+STYLE, SEED = "noto", 7  # the evaluation uses another seed
+OPTIONS = replace(EVALUATION, count_weights=(1, 2, 2.2, 0.8))
+SIZE, SPRITE_SIZE = 512, 384  # pixels
 CREDIT = "composed of Noto Emoji, © Google, Apache-2.0"
-DRAWS = 500  # of a task's random questions until the wanted one has come up
+MAX_ATTEMPTS = 500  # random questions per example
 
 
 @dataclass(frozen=True)
 class Example:
-    """A picture's name, the number of its scene, a task (a field of TaskMix) and one of its prompts."""
+    """An example image.
+
+    Attributes:
+        name: file name without extension.
+        index: index of the scene.
+        task: a field of `TaskMix`.
+        prompt: a prompt of the task.
+    """
 
     name: str
     index: int
@@ -52,26 +60,30 @@ EXAMPLES = (
 )
 
 
-def true_question(scene: Scene, task: str, prompt: str) -> Question:
-    """The question of that prompt about the scene. Raises ValueError where the task never asks it."""
-    for seed in range(DRAWS):
-        question = ask(task, scene, np.random.default_rng(seed))
+def find_question(scene: Scene, task: str, prompt: str) -> Question:
+    """Return the question with this prompt, including its true answer.
+
+    Raises:
+        ValueError: if the task does not produce the prompt for this scene.
+    """
+    for seed in range(MAX_ATTEMPTS):
+        question = make_question(task, scene, np.random.default_rng(seed))
         if question is not None and question.prompt == prompt:
             return question
-    raise ValueError(f"prompt is {prompt!r}, expected one that the task {task!r} asks about this scene")
+    raise ValueError(f"prompt must be one of the task {task!r} for this scene, got {prompt!r}.")
 
 
-def make_examples(icons: Path, output: Path) -> None:
-    """Write the pictures and `examples.json`, a list of objects with `file`, `prompt`, `answer` and `credit`.
+def render_examples(icons: Path, output: Path) -> None:
+    """Write the images and `examples.json`, a list of objects with `file`, `prompt`, `answer` and `credit`.
 
-    A segmentation's answer stands there without the codes of its masks.
+    Answers to `segment` prompts do not include mask tokens.
     """
     output.mkdir(parents=True, exist_ok=True)
-    maker = SceneMaker(load_sprites(icons, SPRITE_SIZE, [STYLE]), [STYLE], OPTIONS, SEED, "evaluation")
+    scenes = SceneGenerator(load_sprites(icons, SPRITE_SIZE, [STYLE]), [STYLE], OPTIONS, SEED, "evaluation")
     entries = []
     for example in EXAMPLES:
-        scene = maker.scene(example.index, SIZE)
-        question = true_question(scene, example.task, example.prompt)
+        scene = scenes.scene(example.index, SIZE)
+        question = find_question(scene, example.task, example.prompt)
         answer = question.answer_with([""] * len(question.targets))
         file = f"{example.name}.png"
         Image.fromarray(scene.image).save(output / file, optimize=True)
@@ -81,15 +93,16 @@ def make_examples(icons: Path, output: Path) -> None:
 
 
 def main() -> None:
-    """Draw the examples where --output says."""
-    parser = argparse.ArgumentParser(prog="python -m paligemma.tools.examples", description=__doc__.split("\n")[0])
-    parser.add_argument("--icons", type=Path, default=Path("runs/icons"), help="where the drawings are fetched to")
-    parser.add_argument("--output", type=Path, default=Path("assets/examples"))
+    """Render the examples to --output."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paligemma.tools.examples", description="Render the page's example images."
+    )
+    parser.add_argument("--icons", type=Path, default=Path("runs/icons"), help="folder of the icon packages")
+    parser.add_argument("--output", type=Path, default=Path("assets/examples"), help="folder for the images")
     options = parser.parse_args()
-    if not (options.icons / "node_modules").exists():
-        fetch_icons(options.icons)
-    make_examples(options.icons, options.output)
-    print(f"wrote {len(EXAMPLES)} pictures to {options.output}")
+    fetch_icons(options.icons)
+    render_examples(options.icons, options.output)
+    print(f"Wrote {len(EXAMPLES)} images to {options.output}.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Figures of the bundled model's card: `python -m paligemma.training.evaluate`.
+"""Evaluate a checkpoint on held-out scenes: `python -m paligemma.training.evaluate`.
 
-Scenes that training never meets, at fixed seeds, in every drawing style, two of which are never trained on. The
-questions are asked at 448 pixels through `paligemma.load` and `generate`, greedily, as the app asks them. Scenes of one
-to three objects and scenes of four are counted apart.
+Scenes have fixed seeds, are disjoint from the training scenes, and cover all drawing styles, including the two held-out
+ones. Images have 448 pixels, and answers are generated greedily with `paligemma.load` and `generate`, as in the app.
+Results are reported separately for one to three objects and for four objects.
 """
 
 from __future__ import annotations
@@ -23,31 +23,34 @@ from PIL import Image
 from tqdm import tqdm
 
 import paligemma
-from paligemma.checkpoint import BUNDLED_FOLDER
 from paligemma.masks import MaskDecoder
 from paligemma.modeling import PaliGemmaForConditionalGeneration
+from paligemma.paths import BUNDLED_MODEL
 from paligemma.training.batches import (
+    IGNORED,
     IMAGE_SIZE,
-    NO_LABEL,
     NUM_PATCHES,
     SPRITE_SIZE,
-    TextEncoder,
+    QuestionEncoder,
     pack,
     single_inputs,
+    stack_sequences,
 )
-from paligemma.training.icons import STYLES, STYLES_HELD_OUT, fetch_icons, load_sprites
+from paligemma.training.icons import HELD_OUT_STYLES, STYLES, fetch_icons, load_sprites
+from paligemma.training.layout import EVALUATION
 from paligemma.training.masks import MaskEncoder
-from paligemma.training.scenes import EVALUATION, Scene, SceneMaker
-from paligemma.training.tasks import TASKS, Question, questions, score, summarize
+from paligemma.training.scenes import Scene, SceneGenerator
+from paligemma.training.scoring import score, summarize
+from paligemma.training.tasks import TASKS, Question, all_questions
 
 SEED = 20260
-SHOWN_SIZE = 448
-SHOWN_SPRITE_SIZE = SPRITE_SIZE * SHOWN_SIZE // IMAGE_SIZE
-SCENES_A_PART = 25
+EVALUATION_SIZE = 448  # pixels
+EVALUATION_SPRITE_SIZE = SPRITE_SIZE * EVALUATION_SIZE // IMAGE_SIZE
+SCENES_PER_CHUNK = 25
 FEW, FOUR = "1-3", "4"
-GROUPS = {FEW: (1, 1, 1), FOUR: (0, 0, 0, 1)}  # weights of 1, 2, 3 and 4 objects
-# Tokens after which an answer is cut off: more than any true answer of the task has.
-LONGEST_ANSWER = {
+COUNT_WEIGHTS = {FEW: (1, 1, 1), FOUR: (0, 0, 0, 1)}  # relative frequencies of 1, 2, 3 and 4 objects
+# Limits above the length of every true answer.
+MAX_NEW_TOKENS = {
     "caption_en": 48,
     "caption_es": 48,
     "caption_zh": 48,
@@ -55,82 +58,87 @@ LONGEST_ANSWER = {
     "multi_detect": 64,
     "segment": 128,
 }
-SHORT_ANSWER = 16
+MAX_NEW_TOKENS_SHORT = 16
 MASK_DECODER = "mask_decoder.safetensors"
-FIGURES = ("exact", "recall", "f1_50", "f1_75", "iou", "mask_iou", "shape_iou")
+METRICS = ("exact", "recall", "f1_50", "f1_75", "iou", "mask_iou", "shape_iou")
+
+Scores = list[tuple[str, dict[str, float]]]  # task and score of every answer
+Report = dict[str, dict[str, dict[str, float]]]  # metrics by style and group
 
 
 def evaluation_scenes(
-    maker: SceneMaker, group: str, indices: Iterable[int], size: int
+    scenes: SceneGenerator, group: str, indices: Iterable[int], size: int
 ) -> Iterator[tuple[Scene, list[Question]]]:
-    """Scenes of a group (a key of GROUPS), each with a question of every task."""
-    maker.options = replace(EVALUATION, counts=GROUPS[group])
+    """Yield scenes of a group (FEW or FOUR), each with one question per task."""
+    scenes.options = replace(EVALUATION, count_weights=COUNT_WEIGHTS[group])
     for index in indices:
-        scene = maker.scene(index, size)
-        yield scene, questions(scene, np.random.default_rng([SEED, index]))
+        scene = scenes.scene(index, size)
+        yield scene, all_questions(scene, np.random.default_rng([SEED, index]))
+
+
+def summarize_tasks(scores: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Summarize scores by task to a flat dict with keys such as "detect iou", rounded to three digits."""
+    flat: dict[str, float] = {}
+    for task in TASKS:
+        if task in scores:
+            metrics = summarize(scores[task])
+            flat |= {f"{task} {name}": round(metrics[name], 3) for name in METRICS if name in metrics}
+    return flat
 
 
 class QuickEvaluation:
-    """Figures while training: a few scenes a style, all answers at once, each token given the true ones before it.
+    """Evaluation during training: a few scenes per style, with teacher forcing instead of generation.
 
-    An answer counts as exact where every token is the likeliest, which is when greedy decoding gives that answer.
+    An answer is exact if every token is the argmax, which holds if and only if greedy decoding generates it.
     """
 
     def __init__(self, icons: Path, mask_encoder: Path, few: int = 16, four: int = 5, length: int = 112) -> None:
         sprites = load_sprites(icons, SPRITE_SIZE)
-        self.text = TextEncoder(MaskEncoder.load(mask_encoder))
+        self.encoder = QuestionEncoder(MaskEncoder.load(mask_encoder))
         self.length = length
         self.scenes = [
-            (style, group, scene, asked)
+            (style, group, scene, questions)
             for style in STYLES
-            for maker in [SceneMaker(sprites, [style], EVALUATION, SEED, "evaluation")]
+            for generator in [SceneGenerator(sprites, [style], EVALUATION, SEED, "evaluation")]
             for group, count in ((FEW, few), (FOUR, four))
-            for scene, asked in evaluation_scenes(maker, group, range(count), IMAGE_SIZE)
+            for scene, questions in evaluation_scenes(generator, group, range(count), IMAGE_SIZE)
         ]
 
     @torch.inference_mode()
     def __call__(self, model: PaliGemmaForConditionalGeneration) -> dict[str, dict[str, float]]:
-        """Figures of the trained styles together and of each held-out one, one to three objects."""
-        scores: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
-        with torch.compiler.set_stance("force_eager"):  # each scene has another shape; none is worth compiling
-            for style, group, scene, asked in self.scenes:
-                name = style if style in STYLES_HELD_OUT else "trained"
-                for question, answer in zip(asked, self._answers(model, scene, asked), strict=True):
+        """Return metrics by group, for all trained styles together and for each held-out style."""
+        scores: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
+        with torch.compiler.set_stance("force_eager"):  # every scene has another shape
+            for style, group, scene, questions in self.scenes:
+                name = style if style in HELD_OUT_STYLES else "trained"
+                for question, answer in zip(questions, self._answers(model, scene, questions), strict=True):
                     scores[f"{name} {group}"][question.task].append(score(question, answer))
-        return {name: _figures(tasks) for name, tasks in scores.items()}
+        return {name: summarize_tasks(tasks) for name, tasks in scores.items()}
 
-    def _answers(self, model: PaliGemmaForConditionalGeneration, scene: Scene, asked: Sequence[Question]) -> list[str]:
-        rows = [pack([self.text.prefix_and_suffix(question)], self.length) for question in asked]
-        text = {name: torch.from_numpy(np.stack([row[name] for row in rows])).to(model.device) for name in rows[0]}
+    def _answers(
+        self, model: PaliGemmaForConditionalGeneration, scene: Scene, questions: Sequence[Question]
+    ) -> list[str]:
+        sequences = stack_sequences([pack([self.encoder.prefix_and_suffix(q)], self.length) for q in questions])
+        text = {name: torch.from_numpy(values).to(model.device) for name, values in sequences.items()}
         pixels = torch.from_numpy(scene.image).to(model.device).permute(2, 0, 1)[None].float() / 127.5 - 1
-        features = model.get_image_features(pixels).expand(len(rows), -1, -1)
+        image_features = model.get_image_features(pixels).expand(len(questions), -1, -1)
         inputs = single_inputs(text, model.config.image_token_index)
-        logits = model(**inputs, image_features=features)["logits"]
-        likeliest = logits[:, NUM_PATCHES:].argmax(-1)
+        logits = model(**inputs, image_features=image_features)["logits"]
+        predicted = logits[:, NUM_PATCHES:].argmax(-1)
         return [
-            self._spelt(ids[targets != NO_LABEL].tolist())
-            for ids, targets in zip(likeliest, text["targets"], strict=True)
+            self._decode(ids[targets != IGNORED].tolist())
+            for ids, targets in zip(predicted, text["targets"], strict=True)
         ]
 
-    def _spelt(self, ids: list[int]) -> str:
-        """The text up to a final end token; misplaced special pieces stay visible, and so count as wrong."""
-        text = self.text.tokenizer.decode(ids, skip_special_tokens=False)
+    def _decode(self, ids: list[int]) -> str:
+        """Decode up to a final `<eos>`; misplaced special tokens and newlines stay visible and count as wrong."""
+        text = self.encoder.tokenizer.decode(ids, skip_special_tokens=False)
         return text.removesuffix("<eos>").replace("\n", "<newline>")
 
 
-def _figures(tasks: dict[str, list]) -> dict[str, float]:
-    """One flat map of every task's figures, rounded, in the order of TASKS."""
-    flat = {}
-    for task in TASKS:
-        if task in tasks:
-            figures = summarize(tasks[task])
-            flat |= {f"{task} {name}": round(figures[name], 3) for name in FIGURES if name in figures}
-    return flat
-
-
 @dataclass(frozen=True)
-class Part:
-    """Some scenes of one style and group, which one process asks about."""
+class Chunk:
+    """Scenes of one style and group, evaluated by one process."""
 
     style: str
     group: str
@@ -138,131 +146,133 @@ class Part:
 
 
 class Evaluator:
-    """Asks about scenes as the app does; one lives in each process.
+    """Generates and scores answers; one instance per process.
 
-    `model` is a checkpoint's folder or None for the bundled one; `icons` is where the drawings are.
+    Args:
+        model: checkpoint folder; None for the bundled model.
+        icons: folder of the icon packages.
     """
 
     def __init__(self, model: str | None, icons: Path) -> None:
         self.vlm = paligemma.load(model)
-        self.masks = MaskDecoder.load(mask_decoder_file(model))
+        self.masks = MaskDecoder.load(find_mask_decoder(model))
         self.icons = icons
-        self.maker: SceneMaker | None = None
-        self.style = ""
+        self.generators: dict[str, SceneGenerator] = {}
 
-    def __call__(self, part: Part) -> list[tuple[str, dict[str, float]]]:
-        """The task and the scores of every answer."""
-        return [
-            (question.task, score(question, self._answer(image, question), self._mask))
-            for scene, asked in evaluation_scenes(self._maker(part.style), part.group, part.indices, SHOWN_SIZE)
-            for image in [Image.fromarray(scene.image)]
-            for question in asked
-        ]
+    def __call__(self, chunk: Chunk) -> Scores:
+        """Return the task and score of every answer."""
+        scores = []
+        scenes = self._scene_generator(chunk.style)
+        for scene, questions in evaluation_scenes(scenes, chunk.group, chunk.indices, EVALUATION_SIZE):
+            image = Image.fromarray(scene.image)
+            for question in questions:
+                limit = MAX_NEW_TOKENS.get(question.task, MAX_NEW_TOKENS_SHORT)
+                answer = self.vlm.generate(image, question.prompt, max_new_tokens=limit, top_n=1).text
+                scores.append((question.task, score(question, answer, self._decode_mask)))
+        return scores
 
-    def _answer(self, image: Image.Image, question: Question) -> str:
-        longest = LONGEST_ANSWER.get(question.task, SHORT_ANSWER)
-        return self.vlm.generate(image, question.prompt, max_new_tokens=longest, top_n=1).text
-
-    def _mask(self, codes: Sequence[int]) -> np.ndarray:
+    def _decode_mask(self, codes: Sequence[int]) -> np.ndarray:
         return self.masks.decode([codes])[0]
 
-    def _maker(self, style: str) -> SceneMaker:
-        if style != self.style:
-            sprites = load_sprites(self.icons, SHOWN_SPRITE_SIZE, [style])
-            self.maker, self.style = SceneMaker(sprites, [style], EVALUATION, SEED, "evaluation"), style
-        return self.maker
+    def _scene_generator(self, style: str) -> SceneGenerator:
+        """Return the scenes of a style; only the last style is kept in memory."""
+        if style not in self.generators:
+            sprites = load_sprites(self.icons, EVALUATION_SPRITE_SIZE, [style])
+            self.generators = {style: SceneGenerator(sprites, [style], EVALUATION, SEED, "evaluation")}
+        return self.generators[style]
 
 
-def mask_decoder_file(model: str | None) -> Path:
-    """The decoder beside a model, or the bundled one, with which all of this project's models are trained."""
-    beside = Path(model or BUNDLED_FOLDER) / MASK_DECODER
-    return beside if beside.exists() else BUNDLED_FOLDER / MASK_DECODER
+def find_mask_decoder(model: str | None) -> Path:
+    """Return the mask decoder in the checkpoint folder, or else the bundled one."""
+    own = Path(model or BUNDLED_MODEL) / MASK_DECODER
+    return own if own.exists() else BUNDLED_MODEL / MASK_DECODER
 
 
 _evaluator: Evaluator | None = None
 
 
 def start_worker(model: str | None, icons: Path) -> None:
-    """Initialize a process of the pool."""
+    """Initialize a worker process for `evaluate_chunk`."""
     global _evaluator
     torch.set_num_threads(1)
     _evaluator = Evaluator(model, icons)
 
 
-def evaluate_part(part: Part) -> tuple[Part, list[tuple[str, dict[str, float]]]]:
-    """`Evaluator` in a process of the pool."""
-    return part, _evaluator(part)
+def evaluate_chunk(chunk: Chunk) -> tuple[Chunk, Scores]:
+    """Evaluate a chunk in a worker process."""
+    assert _evaluator is not None
+    return chunk, _evaluator(chunk)
 
 
-def scored_parts(
-    model: str | None, icons: Path, parts: Sequence[Part], workers: int
-) -> Iterator[tuple[Part, list[tuple[str, dict[str, float]]]]]:
-    """Each part with its scores, as they are done: by this process, or by several of one thread each."""
+def evaluate_chunks(
+    model: str | None, icons: Path, chunks: Sequence[Chunk], workers: int
+) -> Iterator[tuple[Chunk, Scores]]:
+    """Yield the chunks with their scores as they complete, from this process or from several single-threaded ones."""
     if workers == 1:
         evaluator = Evaluator(model, icons)
-        yield from ((part, evaluator(part)) for part in parts)
+        yield from ((chunk, evaluator(chunk)) for chunk in chunks)
         return
     with multiprocessing.get_context("spawn").Pool(workers, start_worker, (model, icons)) as pool:
-        yield from pool.imap_unordered(evaluate_part, parts)
+        yield from pool.imap_unordered(evaluate_chunk, chunks)
 
 
-def evaluate(
-    model: str | None, icons: Path, styles: Sequence[str], few: int, four: int, workers: int
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures by style and group, every answer generated greedily by the app's own code; `scenes` is their number.
+def evaluate(model: str | None, icons: Path, styles: Sequence[str], few: int, four: int, workers: int) -> Report:
+    """Evaluate a checkpoint.
 
-    `few` and `four` are scenes a style; see `scored_parts` for `workers`.
+    Args:
+        few: scenes of one to three objects per style.
+        four: scenes of four objects per style.
+        workers: number of processes.
+
+    Returns:
+        Metrics by style and group, including the number of `scenes`.
     """
-    load_sprites(icons, SHOWN_SPRITE_SIZE, styles)  # rendered here once, so that the processes only read them
-    parts = [
-        Part(style, group, range(first, min(first + SCENES_A_PART, count)))
+    load_sprites(icons, EVALUATION_SPRITE_SIZE, styles)  # fills the cache, so that the workers only read it
+    counts = {group: count for group, count in ((FEW, few), (FOUR, four)) if count}
+    chunks = [
+        Chunk(style, group, range(first, min(first + SCENES_PER_CHUNK, count)))
         for style in styles
-        for group, count in ((FEW, few), (FOUR, four))
-        for first in range(0, count, SCENES_A_PART)
+        for group, count in counts.items()
+        for first in range(0, count, SCENES_PER_CHUNK)
     ]
-    scores: dict[str, dict[str, dict[str, list]]] = {
-        style: {group: defaultdict(list) for group in GROUPS} for style in styles
-    }
-    for part, found in tqdm(scored_parts(model, icons, parts, workers), total=len(parts), unit="part"):
-        for task, one in found:
-            scores[part.style][part.group][task].append(one)
+    scores: dict[tuple[str, str], dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
+    for chunk, results in tqdm(evaluate_chunks(model, icons, chunks, workers), total=len(chunks), unit="chunk"):
+        for task, result in results:
+            scores[chunk.style, chunk.group][task].append(result)
     return {
-        style: {
-            group: {"scenes": count, **_figures(scores[style][group])}
-            for group, count in ((FEW, few), (FOUR, four))
-            if count
-        }
+        style: {group: {"scenes": count, **summarize_tasks(scores[style, group])} for group, count in counts.items()}
         for style in styles
     }
 
 
-def print_table(report: dict[str, dict[str, dict[str, float]]], group: str) -> None:
-    """One row a figure, one column a style."""
+def print_table(report: Report, group: str) -> None:
+    """Print the metrics of a group, with one column per style."""
     styles = list(report)
     names = list(dict.fromkeys(name for style in styles for name in report[style].get(group, {})))
     print(f"\n{group} objects\n{'':24}" + "".join(f"{style:>18}" for style in styles))
     for name in names:
         cells = (report[style].get(group, {}).get(name, "") for style in styles)
-        shown = (f"{cell:.3f}" if isinstance(cell, float) else cell for cell in cells)
-        print(f"{name:24}" + "".join(f"{cell:>18}" for cell in shown))
+        texts = (f"{cell:.3f}" if isinstance(cell, float) else cell for cell in cells)
+        print(f"{name:24}" + "".join(f"{text:>18}" for text in texts))
 
 
 def main() -> None:
-    """Print every figure of the card, and write them where --output says."""
-    parser = argparse.ArgumentParser(prog="python -m paligemma.training.evaluate", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=None, help="a checkpoint's folder; default: the bundled model")
-    parser.add_argument("--icons", type=Path, default=Path("runs/icons"), help="where the drawings are fetched to")
+    """Evaluate, print the metrics, and optionally write them as JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paligemma.training.evaluate", description="Evaluate a checkpoint on held-out scenes."
+    )
+    parser.add_argument("--model", default=None, help="checkpoint folder (default: the bundled model)")
+    parser.add_argument("--icons", type=Path, default=Path("runs/icons"), help="folder of the icon packages")
     parser.add_argument("--styles", nargs="+", default=list(STYLES), choices=STYLES)
-    parser.add_argument("--scenes", type=int, default=500, help="scenes of one to three objects a style")
-    parser.add_argument("--four", type=int, default=150, help="scenes of four objects a style")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; default: one a core")
-    parser.add_argument("--output", type=Path, default=None, help="write the figures there as JSON")
+    parser.add_argument("--scenes", type=int, default=500, help="scenes of one to three objects per style")
+    parser.add_argument("--four", type=int, default=150, help="scenes of four objects per style")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per CPU core)")
+    parser.add_argument("--output", type=Path, default=None, help="JSON file for the metrics")
     options = parser.parse_args()
-    if not (options.icons / "node_modules").exists():
-        fetch_icons(options.icons)
+    fetch_icons(options.icons)
     started = time.monotonic()
     report = evaluate(options.model, options.icons, options.styles, options.scenes, options.four, options.workers)
-    for group in GROUPS:
+    for group in COUNT_WEIGHTS:
         print_table(report, group)
     print(f"\n{time.monotonic() - started:.0f} s")
     if options.output:

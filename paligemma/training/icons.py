@@ -1,8 +1,8 @@
-"""The drawings of the bundled model's world: forty classes of emoji in seven drawing styles.
+"""Emoji icons: download, rasterization and recoloring.
 
-Each style is an npm package `@iconify-json/<style>`: one `icons.json` of SVG bodies under common names. Five
-styles are for training; two are never trained on and test whether the model learned things or drawings. The
-packages are fetched with npm, rendered with resvg and not redistributed.
+Each of the seven drawing styles is an npm package `@iconify-json/<style>` with an `icons.json` of SVG bodies. Five
+styles are used for training. Two are held out, to test whether the model generalizes to other drawings of its classes.
+The packages are installed with npm and rasterized with resvg; they are not redistributed.
 """
 
 import hashlib
@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from paligemma.training.classes import CLASSES, COLORS, ObjectClass
+
 PACKAGES = {
     "noto": "1.2.9",  # Apache-2.0
     "noto-v1": "1.2.5",  # Apache-2.0
@@ -26,165 +28,58 @@ PACKAGES = {
     "emojione": "1.2.3",  # CC-BY 4.0
     "openmoji": "1.2.29",  # CC-BY-SA 4.0
 }
-STYLES_TRAINED = ("noto", "noto-v1", "twemoji", "fluent-emoji-flat", "fxemoji")
-STYLES_HELD_OUT = ("emojione", "openmoji")
-STYLES = STYLES_TRAINED + STYLES_HELD_OUT
+TRAINED_STYLES = ("noto", "noto-v1", "twemoji", "fluent-emoji-flat", "fxemoji")
+HELD_OUT_STYLES = ("emojione", "openmoji")
+STYLES = TRAINED_STYLES + HELD_OUT_STYLES
 
-# A gray drawing of a class with color words is left out: repainting its few colored pixels would not name
-# it.
-SMALLEST_PAINTED_SHARE = 0.25
-
-
-@dataclass(frozen=True)
-class Noun:
-    """What a class is called. `name`, its key everywhere, is the English singular."""
-
-    name: str
-    plural: str
-    spanish: str
-    spanish_plural: str
-    gender: str  # "m" or "f"
-    chinese: str
-    measure: str  # the Chinese measure word: 一只狗
-
-
-@dataclass(frozen=True)
-class IconClass:
-    """One thing that can stand in a picture.
-
-    `icons` are the names of its drawings, the usual one first; a style draws those that it has.
-    `firefox_icons` are their names in `fxemoji`, which has its own. `recolor` says which pixels a color
-    word repaints: "main" those near the drawing's main hue (a car's body, not its windows), "all" every
-    saturated one, None none. Recolored are only classes that a person would call by that color in every
-    style.
-    """
-
-    noun: Noun
-    icons: tuple[str, ...]
-    firefox_icons: tuple[str, ...] = ()
-    recolor: str | None = None
-
-    @property
-    def name(self) -> str:
-        """The English singular."""
-        return self.noun.name
+# Icons of recolored classes with a smaller recolorable share are skipped: the object would not be seen as that color.
+MIN_RECOLORABLE_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
 class Sprite:
-    """One drawing, trimmed to its visible pixels.
+    """A rasterized icon, cropped to its visible pixels.
 
-    `pixels` is uint8 RGBA of shape (height, width, 4), alpha not premultiplied; `drawing` is 0 for the
-    class's usual drawing and larger for its others; `color` is a key of COLORS, or None for the drawing's
-    own colors.
+    Attributes:
+        variant: 0 for the default icon of the class, larger for its other icons.
+        color: a key of COLORS; None for the icon's original colors.
+        pixels: uint8 RGBA, (height, width, 4), straight (not premultiplied) alpha.
     """
 
     class_name: str
     style: str
-    drawing: int
+    variant: int
     color: str | None
     pixels: np.ndarray = field(repr=False)
 
 
-@dataclass(frozen=True)
-class Color:
-    """A named color: the red, green and blue (0 to 255) of a repainted drawing's middle shade, its words.
-
-    `spanish` holds masculine, feminine, masculine plural and feminine plural.
-    """
-
-    rgb: tuple[int, int, int]
-    spanish: tuple[str, str, str, str]
-    chinese: str
-
-
-COLORS = {
-    "red": Color((214, 38, 38), ("rojo", "roja", "rojos", "rojas"), "红色"),
-    "orange": Color((245, 132, 22), ("naranja",) * 4, "橙色"),
-    "yellow": Color((252, 214, 46), ("amarillo", "amarilla", "amarillos", "amarillas"), "黄色"),
-    "green": Color((62, 164, 68), ("verde", "verde", "verdes", "verdes"), "绿色"),
-    "blue": Color((44, 108, 214), ("azul", "azul", "azules", "azules"), "蓝色"),
-    "purple": Color((134, 64, 186), ("morado", "morada", "morados", "moradas"), "紫色"),
-    "pink": Color((246, 134, 186), ("rosa",) * 4, "粉色"),
-}
-
-
-def _icon_class(words: str, icons: str, firefox_icons: str = "", recolor: str | None = None) -> IconClass:
-    noun = Noun(*words.split())
-    return IconClass(noun, tuple(icons.split()), tuple(firefox_icons.split()), recolor)
-
-
-CLASSES = {
-    icon_class.name: icon_class
-    for icon_class in (
-        _icon_class("dog dogs perro perros m 狗 只", "dog-face dog poodle service-dog", "dog dogside poodle"),
-        _icon_class("cat cats gato gatos m 猫 只", "cat-face cat grinning-cat pouting-cat black-cat", "cat catside"),
-        _icon_class("rabbit rabbits conejo conejos m 兔子 只", "rabbit-face rabbit", "bunny bunnyside"),
-        _icon_class("bear bears oso osos m 熊 只", "bear polar-bear", "bear"),
-        _icon_class("panda pandas panda pandas m 熊猫 只", "panda", "pandaface"),
-        _icon_class("lion lions león leones m 狮子 只", "lion"),
-        _icon_class("pig pigs cerdo cerdos m 猪 头", "pig-face pig", "pig pigside"),
-        _icon_class("cow cows vaca vacas f 牛 头", "cow-face cow", "cowface cow"),
-        _icon_class("frog frogs rana ranas f 青蛙 只", "frog", "frog"),
-        _icon_class("fox foxes zorro zorros m 狐狸 只", "fox", "foxsmiling foxgrin foxpouting"),
-        _icon_class("penguin penguins pingüino pingüinos m 企鹅 只", "penguin", "penguin"),
-        _icon_class("owl owls búho búhos m 猫头鹰 只", "owl"),
-        _icon_class("elephant elephants elefante elefantes m 大象 头", "elephant", "elephant"),
-        _icon_class("turtle turtles tortuga tortugas f 乌龟 只", "turtle", "turtle"),
-        _icon_class("fish fish pez peces m 鱼 条", "fish tropical-fish", "fish tropicalfish", "all"),
-        _icon_class("bee bees abeja abejas f 蜜蜂 只", "honeybee", "honeybee"),
-        _icon_class("butterfly butterflies mariposa mariposas f 蝴蝶 只", "butterfly", recolor="all"),
-        _icon_class("octopus octopuses pulpo pulpos m 章鱼 只", "octopus", "octopus", "main"),
-        _icon_class("apple apples manzana manzanas f 苹果 个", "red-apple green-apple", "redapple greenapple"),
-        _icon_class("banana bananas plátano plátanos m 香蕉 根", "banana", "banana"),
-        _icon_class("lemon lemons limón limones m 柠檬 个", "lemon", "lemon"),
-        _icon_class("strawberry strawberries fresa fresas f 草莓 颗", "strawberry", "strawberry"),
-        _icon_class("watermelon watermelons sandía sandías f 西瓜 块", "watermelon", "watermelon"),
-        _icon_class("pizza pizzas pizza pizzas f 披萨 块", "pizza", "sliceofpizza"),
-        _icon_class("burger burgers hamburguesa hamburguesas f 汉堡 个", "hamburger", "hamburger"),
-        _icon_class("donut donuts rosquilla rosquillas f 甜甜圈 个", "doughnut", "doughnut"),
-        _icon_class("cake cakes pastel pasteles m 蛋糕 块", "shortcake birthday-cake", "shortcake birthdaycake"),
-        _icon_class("mushroom mushrooms seta setas f 蘑菇 个", "mushroom brown-mushroom", "mushroom"),
-        _icon_class(
-            "car cars coche coches m 汽车 辆",
-            "automobile oncoming-automobile sport-utility-vehicle",
-            "automobile oncomingautomobile",
-            "main",
-        ),
-        _icon_class("bus buses autobús autobuses m 公交车 辆", "bus oncoming-bus", "bus trolleybus"),
-        _icon_class("plane planes avión aviones m 飞机 架", "airplane small-airplane", "airplane"),
-        _icon_class("boat boats barco barcos m 船 艘", "sailboat motor-boat", "sailboat speedboat"),
-        _icon_class("rocket rockets cohete cohetes m 火箭 枚", "rocket", "rocket"),
-        _icon_class("bicycle bicycles bicicleta bicicletas f 自行车 辆", "bicycle", "bicycle"),
-        _icon_class("ball balls pelota pelotas f 足球 个", "soccer-ball", "soccerball"),
-        _icon_class("guitar guitars guitarra guitarras f 吉他 把", "guitar", "guitar", "all"),
-        _icon_class("balloon balloons globo globos m 气球 个", "balloon", "balloon", "main"),
-        _icon_class("house houses casa casas f 房子 座", "house", "housebuilding"),
-        _icon_class("tree trees árbol árboles m 树 棵", "deciduous-tree evergreen-tree", "deciduoustree evergreen"),
-        _icon_class("sunflower sunflowers girasol girasoles m 向日葵 朵", "sunflower", "sunflower"),
-    )
-}
-
-
 def fetch_icons(folder: Path) -> None:
-    """Install the icon packages into `folder/node_modules` with npm, which must be on the path."""
+    """Install the icon packages into `folder/node_modules`, if it does not exist. Requires npm."""
+    if (folder / "node_modules").exists():
+        return
     packages = [f"@iconify-json/{style}@{version}" for style, version in PACKAGES.items()]
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages], check=True)
 
 
 def load_sprites(folder: Path, size: int, styles: Iterable[str] = STYLES) -> dict[str, dict[str, list[Sprite]]]:
-    """Every drawing of every class: `sprites[style][class name]`, the usual drawing first.
+    """Load the sprites of all classes as `sprites[style][class name]`, default icon first.
 
-    `size` is the side in pixels of the square that a drawing is rendered to before it is trimmed. A class
-    with color words comes in its seven colors and not in its own. What was rendered is kept in
-    `folder/rendered`. Raises FileNotFoundError where `fetch_icons` has not run, ValueError for an unknown
-    style.
+    Recolored classes have one sprite per icon and color; the original colors are not included. Rasterized icons are
+    cached in `folder/rendered`.
+
+    Args:
+        folder: folder passed to `fetch_icons`.
+        size: side in pixels of the square that each icon is rasterized to, before cropping.
+
+    Raises:
+        FileNotFoundError: if the icons are not installed.
+        ValueError: for an unknown style.
     """
     sprites = {}
     for style in styles:
         if style not in PACKAGES:
-            raise ValueError(f"style is {style!r}, expected one of {', '.join(STYLES)}")
+            raise ValueError(f"style must be one of {', '.join(STYLES)}, got {style!r}.")
         cache = folder / "rendered" / f"{style}-{size}-{_fingerprint(style)}.npz"
         if not cache.exists():
             _save_sprites(cache, _render_style(folder, style, size))
@@ -192,8 +87,8 @@ def load_sprites(folder: Path, size: int, styles: Iterable[str] = STYLES) -> dic
     return sprites
 
 
-def hue_saturation_value(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Hue in degrees [0, 360), saturation and value in [0, 1] of float RGB in [0, 1], shape (..., 3)."""
+def rgb_to_hsv(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Convert float RGB in [0, 1], (..., 3), to hue in degrees [0, 360), saturation and value in [0, 1]."""
     largest, smallest = rgb.max(-1), rgb.min(-1)
     spread = largest - smallest
     safe = np.where(spread == 0, 1, spread)
@@ -207,68 +102,77 @@ def hue_saturation_value(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
     return np.where(spread == 0, 0, sector * 60 % 360), saturation, largest
 
 
-def repaint(pixels: np.ndarray, color: str, which: str) -> np.ndarray:
-    """A copy of an RGBA uint8 drawing with its saturated pixels set to a named color.
+def recolor(pixels: np.ndarray, color: str, mode: str) -> np.ndarray:
+    """Return a copy of an RGBA uint8 icon with its saturated pixels in a named color.
 
-    The middle shade of the repainted pixels becomes the color itself; darker ones darken it and paler ones
-    go to white, so the drawing's shading survives and the result does not depend on what color it had.
-    `which` is "main" or "all", see `IconClass`.
+    The median shade of the recolored pixels becomes the color itself. Darker pixels darken it and lighter ones move it
+    towards white, which preserves the shading. The result does not depend on the original color.
+
+    Args:
+        mode: "main" or "all", see `ObjectClass.recolor`.
     """
     rgb = pixels[..., :3].astype(np.float32) / 255
-    weight = _paintable(pixels, which)
-    painted = weight > 0.5
-    if not painted.any():
+    weight = _recolor_weight(pixels, mode)
+    recolored = weight > 0.5
+    if not recolored.any():
         return pixels.copy()
     target = np.array(COLORS[color].rgb, np.float32) / 255
     luminance = rgb @ np.array([0.3, 0.59, 0.11], np.float32)
-    shade = np.clip(luminance / np.median(luminance[painted]), 0.45, 1.6)[..., None]
+    shade = np.clip(luminance / np.median(luminance[recolored]), 0.45, 1.6)[..., None]
     new = np.where(shade < 1, target * shade, target + (1 - target) * (shade - 1) * 0.9)
     mixed = rgb + weight[..., None] * (new - rgb)
     return np.dstack([np.round(mixed * 255).clip(0, 255).astype(np.uint8), pixels[..., 3]])
 
 
-def _paintable(pixels: np.ndarray, which: str) -> np.ndarray:
-    """How far each pixel may be repainted, float in [0, 1], shape (height, width)."""
-    hue, saturation, value = hue_saturation_value(pixels[..., :3].astype(np.float32) / 255)
+def bounding_box(mask: np.ndarray) -> tuple[int, int, int, int]:
+    """Return left, top, right and bottom (exclusive) of the True pixels; all 0 if there are none."""
+    columns, rows = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
+    if not rows.size:
+        return 0, 0, 0, 0
+    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
+
+
+def _recolor_weight(pixels: np.ndarray, mode: str) -> np.ndarray:
+    """Compute how strongly each pixel is recolored: float in [0, 1], (height, width)."""
+    hue, saturation, value = rgb_to_hsv(pixels[..., :3].astype(np.float32) / 255)
     weight = np.clip((saturation - 0.22) / 0.16, 0, 1) * np.clip((value - 0.12) / 0.16, 0, 1)
     weight *= pixels[..., 3] > 0
-    if which == "main":
-        distance = np.abs((hue - _main_hue(hue, weight * saturation) + 180) % 360 - 180)
+    if mode == "main":
+        distance = np.abs((hue - _dominant_hue(hue, weight * saturation) + 180) % 360 - 180)
         weight *= np.clip((60 - distance) / 15, 0, 1)
     return weight
 
 
-def _main_hue(hue: np.ndarray, weight: np.ndarray) -> float:
+def _dominant_hue(hue: np.ndarray, weight: np.ndarray) -> float:
     counts, edges = np.histogram(hue, bins=36, range=(0, 360), weights=weight)
-    smooth = counts + np.roll(counts, 1) + np.roll(counts, -1)
-    return float(edges[smooth.argmax()] + 5)
+    smoothed = counts + np.roll(counts, 1) + np.roll(counts, -1)
+    return float(edges[smoothed.argmax()] + 5)
 
 
 def _render_style(folder: Path, style: str, size: int) -> list[Sprite]:
     path = folder / "node_modules" / "@iconify-json" / style / "icons.json"
     package = json.loads(path.read_text(encoding="utf-8"))
     sprites = []
-    for icon_class in CLASSES.values():
-        names = icon_class.firefox_icons if style == "fxemoji" else icon_class.icons
-        bodies = []
+    for object_class in CLASSES.values():
+        names = object_class.fxemoji_icons if style == "fxemoji" else object_class.icons
+        rendered: list[str] = []
         for name in names:
             svg = _svg(package, name)
-            if svg is None or svg in bodies:
+            if svg is None or svg in rendered:
                 continue
-            pixels = _trim(_rasterise(svg, size))
-            sprites += _color_variants(icon_class, style, len(bodies), pixels)
-            bodies.append(svg)
+            pixels = _crop(_rasterize(svg, size))
+            sprites += _color_variants(object_class, style, len(rendered), pixels)
+            rendered.append(svg)
     return sprites
 
 
-def _color_variants(icon_class: IconClass, style: str, drawing: int, pixels: np.ndarray) -> list[Sprite]:
-    if icon_class.recolor is None:
-        return [Sprite(icon_class.name, style, drawing, None, pixels)]
-    if _paintable(pixels, icon_class.recolor).sum() < SMALLEST_PAINTED_SHARE * (pixels[..., 3] > 0).sum():
+def _color_variants(object_class: ObjectClass, style: str, variant: int, pixels: np.ndarray) -> list[Sprite]:
+    name, mode = object_class.name, object_class.recolor
+    if mode is None:
+        return [Sprite(name, style, variant, None, pixels)]
+    if _recolor_weight(pixels, mode).sum() < MIN_RECOLORABLE_SHARE * (pixels[..., 3] > 0).sum():
         return []
-    return [
-        Sprite(icon_class.name, style, drawing, color, repaint(pixels, color, icon_class.recolor)) for color in COLORS
-    ]
+    return [Sprite(name, style, variant, color, recolor(pixels, color, mode)) for color in COLORS]
 
 
 def _svg(package: dict, name: str) -> str | None:
@@ -286,37 +190,36 @@ def _svg(package: dict, name: str) -> str | None:
     )
 
 
-def _rasterise(svg: str, size: int) -> np.ndarray:
-    from resvg_py import svg_to_bytes  # only training draws: the app must run without it
+def _rasterize(svg: str, size: int) -> np.ndarray:
+    from resvg_py import svg_to_bytes  # optional dependency, needed only when the cache is empty
 
     png = svg_to_bytes(svg_string=svg, width=size, skip_system_fonts=True)
     return np.asarray(Image.open(io.BytesIO(png)).convert("RGBA"))
 
 
-def _trim(pixels: np.ndarray) -> np.ndarray:
-    visible = pixels[..., 3] > 8
-    rows, columns = np.flatnonzero(visible.any(1)), np.flatnonzero(visible.any(0))
-    return np.ascontiguousarray(pixels[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1])
+def _crop(pixels: np.ndarray) -> np.ndarray:
+    left, top, right, bottom = bounding_box(pixels[..., 3] > 8)
+    return np.ascontiguousarray(pixels[top:bottom, left:right])
 
 
 def _fingerprint(style: str) -> str:
-    """Changes when the table, the colors or the package do, so that nothing stale is read."""
-    table = [(c.name, c.icons, c.firefox_icons, c.recolor) for c in CLASSES.values()]
+    """Hash everything that sprites depend on, to invalidate cached ones."""
+    classes = [(c.name, c.icons, c.fxemoji_icons, c.recolor) for c in CLASSES.values()]
     colors = [(name, color.rgb) for name, color in COLORS.items()]
-    return hashlib.sha256(repr((table, colors, SMALLEST_PAINTED_SHARE, PACKAGES[style])).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr((classes, colors, MIN_RECOLORABLE_SHARE, PACKAGES[style])).encode()).hexdigest()[:12]
 
 
 def _save_sprites(path: Path, sprites: Sequence[Sprite]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {f"{s.class_name}.{s.drawing}.{s.color or ''}": s.pixels for s in sprites}
+    arrays = {f"{s.class_name}.{s.variant}.{s.color or ''}": s.pixels for s in sprites}
     partial = path.with_suffix(".partial.npz")
-    np.savez_compressed(partial, **arrays)
+    np.savez_compressed(partial, **arrays)  # type: ignore[arg-type]  # numpy's stub mistakes arrays for allow_pickle
     partial.replace(path)
 
 
 def _read_sprites(path: Path, style: str) -> list[Sprite]:
     with np.load(path) as arrays:
-        keys = [re.fullmatch(r"(.+)\.(\d+)\.(.*)", key) for key in arrays.files]
+        keys = [match for key in arrays.files if (match := re.fullmatch(r"(.+)\.(\d+)\.(.*)", key))]
         return [Sprite(k[1], style, int(k[2]), k[3] or None, arrays[k[0]]) for k in keys]
 
 
