@@ -45,12 +45,6 @@ def image_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def picture_file(image_file: Path) -> Path:
-    """Old name of `image_file`."""
-    return image_file
-
-
-@pytest.fixture(scope="session")
 def vae_oid_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vae-oid.npz with random parameters."""
     path = tmp_path_factory.mktemp("masks") / "vae-oid.npz"
