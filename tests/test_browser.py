@@ -516,7 +516,7 @@ def test_chinese_browser_gets_chinese_and_can_switch(browser, url, locale):
     page.set_input_files("#image input[type=file]", text_file)
     page.wait_for_selector("#status .status.error")
     image_error = page.inner_text("#status")
-    assert image_error.startswith("不支持的图片格式") and "JPEG" in image_error
+    assert image_error.startswith("图片格式不受支持") and "JPEG" in image_error
     page.click("#tab-panel-runs")
     infinite = {"name": "a.json", "mimeType": "", "buffer": b'{"a": Infinity}'}
     page.set_input_files("input[type=file][accept*=json]", infinite)

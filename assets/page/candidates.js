@@ -65,7 +65,7 @@ function decorate(tableRow, row, index) {
     tableRow.setAttribute("aria-current", "true");
     cell.append(create("span", "muted", t("chosen")));
   } else {
-    const branch = createButton("plain branch", t("Branch") + " ↗", () => {
+    const branch = createButton("plain branch", t("Branch"), () => {
       trigger("branch", { run: run, index: token.index, token_id: row.id });
     });
     branch.title = t("Regenerate from here with this token");

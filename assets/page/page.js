@@ -143,6 +143,8 @@ window.paligemma = (function () {
     (focusable()[Math.max(0, index)] || part).focus({ preventScroll: true });
   }
 
+  const MAX_TITLE_LENGTH = 10; // of a column title in one line
+
   // columns: [title, kind], where kind is "text", "number", "minor" (hidden on phones), "label" (translated) or "share"
   // (with a bar). rows: [{cells: [text], share?, dropped?}]. decorate(tableRow, row, index) may change a table row.
   function createTable(columns, rows, decorate) {
@@ -151,6 +153,7 @@ window.paligemma = (function () {
     for (const [title, kind] of columns) {
       const cell = create("th", kind, t(title));
       cell.scope = "col";
+      cell.classList.toggle("long", title.length > MAX_TITLE_LENGTH);
       header.append(cell);
     }
     const body = table.createTBody();
