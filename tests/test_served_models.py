@@ -87,6 +87,8 @@ def test_a_failed_load_is_reported(error, message, image_file):
     text = messages.format_message(served_model.status)
     assert text.startswith("broken could not be loaded. ") and message in text and "secret" not in text
     assert status_text(run_page(Session((served_model,)), image_file)[-1]) == text
+    assert served_model._error.__traceback__ is None  # which would hold the weights and the request
+    assert served_model._error.values["reason"].__traceback__ is None
 
 
 def test_a_request_waits_for_loading_until_its_time_limit(image_file):

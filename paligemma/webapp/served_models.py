@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -123,7 +124,7 @@ class ServedModel:
             self.model = model
         except Exception as error:
             self._log_load_error(error)
-            self._use_fallback(to_coded_error(error))
+            self._use_fallback(copy.copy(to_coded_error(error)))  # without the traceback, which holds the weights
         finally:
             self._finished.set()
 
@@ -200,11 +201,11 @@ class ServedModel:
 
     @property
     def loaded_model(self) -> PaliGemma:
-        """The loaded model. InputError if it could not be loaded or is not loaded yet."""
+        """The loaded model. Raises InputError if it could not be loaded or is not loaded yet."""
         if self.model is None:
-            raise self._error or InputError(
-                "model.loading", "{name} is still loading. Try again later.", name=self.name
-            )
+            if self._error is None:
+                raise InputError("model.loading", "{name} is still loading. Try again later.", name=self.name)
+            raise copy.copy(self._error)  # a stored exception would hold the frames of the request that raised it
         return self.model
 
     @property
@@ -221,7 +222,7 @@ class ServedModel:
         deadline = time.monotonic() + self.limits.seconds
         while not self.join(WAIT_INTERVAL_S) and time.monotonic() <= deadline:
             yield self.status
-        _ = self.loaded_model
+        _ = self.loaded_model  # raises
 
     def describe(self) -> dict[str, Any]:
         """The model's entry in /models."""
