@@ -11,6 +11,7 @@ import torch
 from paligemma.attention_mask import additive_mask
 from paligemma.modeling import PaliGemmaForConditionalGeneration
 from paligemma.training.batches import IGNORED, NUM_PATCHES, pack, packed_positions, packed_visible, single_inputs
+from paligemma.training.command_line import parse_options
 from paligemma.training.losses import location_loss, text_loss
 from paligemma.training.masks import MaskEncoder
 from paligemma.training.model import bundled_config, initialize_weights
@@ -148,9 +149,20 @@ def test_extended_run_resumes_from_before_the_cooldown(tmp_path):
     assert find_resume_file(options) is None
     save_state({"total_steps": options.total_steps}, tmp_path / LATEST)
     longer = dataclasses.replace(options, steps=60)
-    assert find_resume_file(longer) == tmp_path / LATEST, (
-        "a run extended before its cooldown resumes from its latest state"
-    )
+    assert find_resume_file(longer) == tmp_path / LATEST, "before the cooldown, the latest state is used"
     save_state({"total_steps": options.total_steps}, tmp_path / BEFORE_COOLDOWN)
     assert find_resume_file(options) == tmp_path / LATEST
     assert find_resume_file(longer) == tmp_path / BEFORE_COOLDOWN
+
+
+def test_options_are_parsed_by_type_with_defaults_in_the_help(capsys):
+    options = parse_options(TrainOptions, "train", "", ["--steps", "5", "--rate", "1e-3", "--no-compile"])
+    assert options == TrainOptions(steps=5, rate=1e-3, compile=False)
+    with pytest.raises(SystemExit):
+        parse_options(TrainOptions, "train", "", ["--help"])
+    assert "steps of the vision stage (default: 1300)" in capsys.readouterr().out
+
+
+def test_unknown_precision_raises():
+    with pytest.raises(ValueError, match="float16"):
+        TrainOptions(precision="float16")
