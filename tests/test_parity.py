@@ -1,3 +1,5 @@
+"""Parity of this package with transformers on random checkpoints."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 
 @pytest.mark.parametrize("name", parity.CHECKPOINTS)
-def test_float32_agrees_with_transformers(name: str, tmp_path: Path) -> None:
+def test_float32_matches_transformers(name: str, tmp_path: Path) -> None:
     stored = parity.CHECKPOINTS[name]
     model = reference_model(stored.case)
     folder = save_layout(model, tmp_path / "checkpoint", stored.layout, stored.sharded, stored.sparse)
@@ -25,20 +27,20 @@ def test_float32_agrees_with_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", ["paligemma1", "paligemma2"])
-def test_lower_types_err_no_more_than_transformers(
+def test_low_precision_error_is_comparable_to_transformers(
     case: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parity, "NUM_TOKENS", 6)
     folders = [save_layout(make_model(case, seed), tmp_path / str(seed)) for seed in range(5)]
     requests = [parity.requests_of(seed, prompts=("caption en",)) for seed in range(5)]
-    row = parity.lower_type_row(case, dtype, folders, requests)
+    row = parity.low_precision_row(case, dtype, folders, requests)
     assert row.passed, row.measures
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", ["paligemma1", "paligemma2"])
-def test_every_tensor_is_loaded_by_value(case: str, layout: str, sharded: bool, tmp_path: Path) -> None:
+def test_every_layout_loads_equal_tensors(case: str, layout: str, sharded: bool, tmp_path: Path) -> None:
     folder = save_layout(reference_model(case), tmp_path / "checkpoint", layout, sharded)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == sharded
     loaded = dict(load_model(folder, device="cpu").named_parameters())
@@ -48,11 +50,11 @@ def test_every_tensor_is_loaded_by_value(case: str, layout: str, sharded: bool, 
     assert any(name.endswith("k_proj.bias") for name in loaded)
 
 
-def test_random_checkpoints_are_seeded_and_far_from_neutral() -> None:
+def test_random_checkpoints_are_seeded_and_have_no_neutral_weights() -> None:
     model = reference_model("paligemma2")
-    again, other = make_model("paligemma2").state_dict(), make_model("paligemma2", seed=1).state_dict()
+    same, other = make_model("paligemma2").state_dict(), make_model("paligemma2", seed=1).state_dict()
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, again[name])
+        assert torch.equal(tensor, same[name])
         assert not torch.equal(tensor, other[name])
         assert (tensor != 0).all()
         if tensor.dim() == 1:
@@ -69,17 +71,17 @@ def sample(**changes: object) -> Sample:
     return Sample(**{**values, **changes})
 
 
-def test_agreement_tells_what_differs() -> None:
+def test_agreement_detects_each_difference() -> None:
     assert agreement([sample()], [sample()]).max_difference == 0
     assert not agreement([sample(input_ids=torch.tensor([1, 3]))], [sample()]).ids_equal
     assert not agreement([sample(pixels=torch.ones(3, 2, 2))], [sample()]).pixels_equal
     assert not agreement([sample(greedy=(5, 7))], [sample()]).greedy_equal
-    moved = sample(logits=torch.tensor([[3.0, 4.5]]))
-    assert agreement([sample(), moved], [sample(), sample()]).max_difference == 0.5
-    assert mean_relative_error([moved, sample()], [sample(), sample()]) == pytest.approx(0.05)  # (0.5 / 5 + 0) / 2
+    shifted = sample(logits=torch.tensor([[3.0, 4.5]]))
+    assert agreement([sample(), shifted], [sample(), sample()]).max_difference == 0.5
+    assert mean_relative_error([shifted, sample()], [sample(), sample()]) == pytest.approx(0.05)  # (0.5 / 5 + 0) / 2
 
 
-def test_a_failing_row_ends_in_exit_code_1(
+def test_failed_row_sets_the_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--case", "sliding", "--dtype", "float32", "--work-dir", str(tmp_path)]
@@ -92,15 +94,14 @@ def test_a_failing_row_ends_in_exit_code_1(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_may_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_folder_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_layout(reference_model("sliding"), tmp_path / "checkpoint", sparse=False)
     assert parity.main([str(folder), "--dtype", "float32", "--dtype", "float16", "--seeds", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.endswith("ok") for line in lines) == 2
 
 
-def test_full_size_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of the full-size comparison; memory has no meaning at this size."""
+def test_full_size_comparison_runs_on_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(full_size, "SHARD_BYTES", 200_000)
     folder = tmp_path / "small"
     weights = full_size.write_checkpoint(folder, Case(text=dict(GEMMA1), vision=dict(VISION), image_size=224))
@@ -109,5 +110,5 @@ def test_full_size_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     model = load_model(folder, device="cpu")
     assert model.dtype == torch.bfloat16
     assert sum(weight.nbytes for weight in model.parameters()) == weights
-    row = parity.lower_type_row("small", "bfloat16", [folder], [parity.requests_of(seed=0, prompts=("",))])
+    row = parity.low_precision_row("small", "bfloat16", [folder], [parity.requests_of(seed=0, prompts=("",))])
     assert row.passed, row.measures

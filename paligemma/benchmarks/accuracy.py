@@ -1,8 +1,7 @@
-"""bench --accuracy: how far the quantized weights move the answers, beside what bfloat16 itself moves.
+"""speed --accuracy: accuracy of quantized weights and of bfloat16, relative to float32.
 
-Two measures. The bundled model is fed the answers that it gives in float32, token by token (teacher forcing), and at
-each position the likeliest token and the distribution are compared with float32's. Random PaliGemma 1 and 2, whose
-logits hang on every weight, give the relative error of the logits.
+Two measures: with teacher forcing along the float32 answers of the bundled model, top-1 agreement and KL divergence per
+position; and the relative error of the logits of random PaliGemma 1 and 2 checkpoints, which depend on every weight.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from paligemma.benchmarks.reference import (
     mean_relative_error,
     our_logits,
     our_samples,
-    random_picture,
+    random_image,
     reference_samples,
 )
 
@@ -42,12 +41,12 @@ MIN_AGREEMENT, MAX_DIVERGENCE, MAX_ERROR_RATIO = 0.99, 0.01, 1.2
 
 @dataclass(frozen=True)
 class Forced:
-    """Teacher forcing against float32.
+    """Accuracy relative to float32 with teacher forcing.
 
     Attributes:
-        positions, answers: how many were compared.
-        agreement: share of the positions with the same likeliest token, or a `<loc>` or `<seg>` within four bins.
-        divergence: mean Kullback-Leibler divergence of the distribution from float32's, in nats.
+        positions, answers: number of compared positions and answers.
+        agreement: fraction of positions with equal top-1 tokens, or `<loc>` or `<seg>` tokens within four bins.
+        divergence: mean KL divergence KL(float32 || other) in nats.
     """
 
     positions: int
@@ -58,7 +57,7 @@ class Forced:
 
 @dataclass(frozen=True)
 class LogitErrors:
-    """Mean relative errors of a random checkpoint's logits against float32, over several seeds."""
+    """Mean relative errors of random checkpoints' logits relative to float32, over several seeds."""
 
     bfloat16: float
     quantized: float
@@ -68,66 +67,63 @@ class LogitErrors:
         return self.quantized / self.bfloat16
 
 
-# The bundled model ------------------------------------------------------------------------------------------------
+# Bundled model ----------------------------------------------------------------------------------------------------
 
 
 def example_requests(exact: paligemma.PaliGemma) -> list[Request]:
-    """What makes sense to ask about the examples: each its own question, captions, and where the things are.
-
-    The things are those that the float32 model's caption names.
-    """
+    """Return for each example its prompt, captions, and detect and segment prompts for the captioned objects."""
     requests = []
     for example in json.loads((EXAMPLES / "examples.json").read_text(encoding="utf-8")):
         image = Image.open(EXAMPLES / example["file"]).convert("RGB")
         caption = exact.generate(image, CAPTIONS[0], max_new_tokens=LONGEST_ANSWER).text
-        places = [f"{task} {thing}" for thing in things(caption) for task in ("detect", "segment")]
-        prompts = dict.fromkeys((example["prompt"], *CAPTIONS, *places))
+        localization = [f"{task} {name}" for name in object_names(caption) for task in ("detect", "segment")]
+        prompts = dict.fromkeys((example["prompt"], *CAPTIONS, *localization))
         requests += [Request(image, prompt) for prompt in prompts]
     return requests
 
 
-def things(caption: str) -> list[str]:
-    """What a caption such as "a cat, two dogs and an owl" names in the singular: cat, owl."""
+def object_names(caption: str) -> list[str]:
+    """Return the singular objects of a caption: "a cat, two dogs and an owl" gives cat and owl."""
     return re.findall(r"\ban? ([\w ]+?)(?=,| and |$)", caption)
 
 
 def forced(exact: paligemma.PaliGemma, other: paligemma.PaliGemma, requests: Sequence[Request]) -> Forced:
-    """Compare `other` with the float32 model `exact` along the latter's greedy answers."""
+    """Compare `other` with the float32 model `exact` along the greedy answers of `exact`."""
     agreeing, divergences = 0, []
     for request in requests:
         answer = exact.generate(request.image, request.prompt, max_new_tokens=LONGEST_ANSWER).token_ids
-        rows, other_rows = (_rows(vlm, request, answer) for vlm in (exact, other))
-        agreeing += count_agreeing(rows, other_rows, exact)
-        divergences += divergence(rows, other_rows).tolist()
+        logits, other_logits = (_allowed_logits(vlm, request, answer) for vlm in (exact, other))
+        agreeing += count_agreeing(logits, other_logits, exact)
+        divergences += kl_divergence(logits, other_logits).tolist()
     positions = len(divergences)
     return Forced(positions, len(requests), agreeing / positions, sum(divergences) / positions)
 
 
-def _rows(vlm: paligemma.PaliGemma, request: Request, answer: Sequence[int]) -> Tensor:
-    """Logits of the ids that may be sampled, for each token of the answer: float64, (tokens, ids)."""
+def _allowed_logits(vlm: paligemma.PaliGemma, request: Request, answer: Sequence[int]) -> Tensor:
+    """Return the logits of allowed tokens at each position of the answer: float64, (positions, allowed tokens)."""
     inputs = vlm.processor([request.image], [request.prompt])
-    logits = our_logits(vlm.model, inputs, answer[:-1], prefix_rows=1)
+    logits = our_logits(vlm.model, inputs, answer[:-1], prefix_positions=1)
     return logits.cpu()[:, vlm.allowed_tokens].double()
 
 
-def count_agreeing(rows: Tensor, other_rows: Tensor, vlm: paligemma.PaliGemma) -> int:
-    """At how many positions, of (positions, sampleable ids) each, the likeliest tokens agree."""
+def count_agreeing(logits: Tensor, other_logits: Tensor, vlm: paligemma.PaliGemma) -> int:
+    """Count the positions with agreeing top-1 tokens; logits are (positions, allowed tokens)."""
     token_ids = vlm.allowed_tokens.nonzero().flatten()
-    pairs = zip(*(token_ids[likely.argmax(dim=1)].tolist() for likely in (rows, other_rows)), strict=True)
+    pairs = zip(*(token_ids[values.argmax(dim=1)].tolist() for values in (logits, other_logits)), strict=True)
     return sum(is_close(vlm.processor.token_str(ours), vlm.processor.token_str(theirs)) for ours, theirs in pairs)
 
 
-def is_close(piece: str, other: str) -> bool:
-    """Whether two pieces are equal, or both `<loc>` or both `<seg>` with numbers at most four apart."""
-    found, other_found = BIN.fullmatch(piece), BIN.fullmatch(other)
+def is_close(token: str, other: str) -> bool:
+    """Whether two tokens are equal, or both `<loc>` or both `<seg>` within four bins."""
+    found, other_found = BIN.fullmatch(token), BIN.fullmatch(other)
     if found is None or other_found is None or found[1] != other_found[1]:
-        return piece == other
+        return token == other
     return abs(int(found[2]) - int(other_found[2])) <= MAX_BIN_DISTANCE
 
 
-def divergence(rows: Tensor, other_rows: Tensor) -> Tensor:
-    """Kullback-Leibler divergence sum(p (log p - log q)) in nats, a row; p from `rows`, q from `other_rows`, logits."""
-    log_p, log_q = rows.log_softmax(dim=1), other_rows.log_softmax(dim=1)
+def kl_divergence(logits: Tensor, other_logits: Tensor) -> Tensor:
+    """Return KL(p || q) = sum(p (log p - log q)) in nats per position, p from `logits` and q from `other_logits`."""
+    log_p, log_q = logits.log_softmax(dim=1), other_logits.log_softmax(dim=1)
     return (log_p.exp() * (log_p - log_q)).sum(dim=1)
 
 
@@ -135,11 +131,11 @@ def divergence(rows: Tensor, other_rows: Tensor) -> Tensor:
 
 
 def logit_errors(case: str, work_dir: Path, quantize: str, seeds: int = SEEDS) -> LogitErrors:
-    """Errors of bfloat16 and of the quantized weights along float32's greedy answers, a random model a seed."""
+    """Measure bfloat16 and quantized weights along the float32 greedy answers, with one random model per seed."""
     errors: dict[str | None, list[float]] = {None: [], quantize: []}
     for seed in range(seeds):
         folder = save_layout(make_model(case, seed), work_dir / case)
-        requests = [Request(random_picture(seed), prompt) for prompt in RANDOM_PROMPTS]
+        requests = [Request(random_image(seed), prompt) for prompt in RANDOM_PROMPTS]
         exact = reference_samples(folder, torch.float32, requests, RANDOM_TOKENS)
         answers = [sample.greedy for sample in exact]
         for choice, found in errors.items():
@@ -154,7 +150,7 @@ def logit_errors(case: str, work_dir: Path, quantize: str, seeds: int = SEEDS) -
 
 @dataclass(frozen=True)
 class Accuracy:
-    """All figures of accuracy, and whether the quantized ones are within their bounds."""
+    """Accuracy of the bundled model and random checkpoints, and whether quantization is within its limits."""
 
     bundled: dict[str, Forced]
     random: dict[str, LogitErrors]
@@ -168,7 +164,7 @@ class Accuracy:
 
 
 def measure_accuracy(work_dir: Path, quantize: str) -> Accuracy:
-    """Measure on the bundled model and on random ones; about a minute on two cores."""
+    """Measure the bundled model and random checkpoints; takes about a minute on two cores."""
     exact = paligemma.load(device="cpu", dtype="float32")
     requests = example_requests(exact)
     others = {
@@ -180,21 +176,21 @@ def measure_accuracy(work_dir: Path, quantize: str) -> Accuracy:
 
 
 def accuracy_lines(accuracy: Accuracy) -> list[str]:
-    """The figures as text."""
+    """Format the results as text."""
     found = accuracy.bundled[accuracy.quantize]
     lines = [
-        f"bundled model against float32, teacher forcing: {found.positions} positions of {found.answers} answers",
+        f"bundled model vs float32, teacher forcing: {found.positions} positions of {found.answers} answers",
         *(
-            f"  {name:<10} same likeliest token {figures.agreement:.2%}, mean KL {figures.divergence:.5f} nats"
+            f"  {name:<10} top-1 agreement {figures.agreement:.2%}, mean KL {figures.divergence:.5f} nats"
             for name, figures in accuracy.bundled.items()
         ),
-        f"  bounds: at least {MIN_AGREEMENT:.0%} (<loc> and <seg> within {MAX_BIN_DISTANCE} bins), at most "
+        f"  limits: at least {MIN_AGREEMENT:.0%} (<loc> and <seg> within {MAX_BIN_DISTANCE} bins), at most "
         f"{MAX_DIVERGENCE} nats",
-        f"random checkpoints against float32, relative error of the logits, {SEEDS} seeds",
+        f"random checkpoints vs float32, relative error of the logits, {SEEDS} seeds",
         *(
             f"  {case:<10} {accuracy.quantize} {errors.quantized:.4f}, bfloat16 {errors.bfloat16:.4f}: "
-            f"{errors.ratio:.2f} x (bound {MAX_ERROR_RATIO} x)"
+            f"{errors.ratio:.2f} x (limit {MAX_ERROR_RATIO} x)"
             for case, errors in accuracy.random.items()
         ),
     ]
-    return [*lines, "all within their bounds" if accuracy.passed else "NOT within their bounds"]
+    return [*lines, "all within limits" if accuracy.passed else "NOT within limits"]

@@ -1,6 +1,6 @@
-"""bench: what a token and a first token cost by their shapes, what the machine can do at most, and medians.
+"""Bytes and operations of decoding and prefill, measured peak rates of the hardware, and medians.
 
-GB and GFLOP count in powers of ten; a multiplication with its addition is two operations.
+GB and GFLOP are powers of ten; a multiply-add counts as two operations.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from paligemma.checkpoint import build_empty_model
 from paligemma.config import PaliGemmaConfig
 
-READ_BYTES = 1_000_000_000  # far more than any cache holds
-MATRIX_SIDES = {"cpu": 2048}  # of the products that measure arithmetic; an accelerator needs larger ones to be busy
+READ_BYTES = 1_000_000_000  # larger than any CPU cache
+MATRIX_SIDES = {"cpu": 2048}  # other devices need larger matrices for full utilization
 MATRIX_SIDE = 8192
 MULTIPLIED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 PASSES = 5
-INT8_SCALE_BYTES = 4  # a float32 an output channel
+INT8_SCALE_BYTES = 4  # one float32 per output channel
 
 
 # Measurements -----------------------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ INT8_SCALE_BYTES = 4  # a float32 an output channel
 
 @dataclass(frozen=True)
 class Spread:
-    """Some measurements of one thing: their median, the lowest and the highest, and how many there are."""
+    """Median, minimum, maximum and number of measurements."""
 
     median: float
     lowest: float
@@ -38,104 +38,104 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Raises ValueError where there are none."""
+        """Summarize at least one value; ValueError for none."""
         if not values:
-            raise ValueError("there are no values; a median needs at least one")
+            raise ValueError("values must contain at least one measurement, got none.")
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     def text(self, digits: int = 2, factor: float = 1.0) -> str:
-        """Such as "0.61 (0.60–0.64)", each multiplied by `factor`."""
+        """Format as "0.61 (0.60–0.64)", with values multiplied by `factor`."""
         median, lowest, highest = (f"{value * factor:.{digits}f}" for value in (self.median, self.lowest, self.highest))
         return f"{median} ({lowest}–{highest})"
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """How many times faster ours is, round by round: both lists hold the seconds of the same rounds."""
+    """Return the speed-up of each round: reference seconds divided by our seconds."""
     return Spread.of([their / our for our, their in zip(ours, theirs, strict=True)])
 
 
-# The machine ------------------------------------------------------------------------------------------------------
+# Hardware ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The most that was measured here.
+class PeakRates:
+    """Measured peak rates of a device.
 
     Attributes:
-        gb_s: memory read, in GB a second: a matrix of 1 GB times a vector.
-        gflops_s: by type, products of two square matrices, in GFLOP a second.
+        gb_s: memory bandwidth in GB/s, from the product of a 1 GB matrix and a vector.
+        gflops_s: GFLOP/s of the product of two square matrices, by dtype.
     """
 
     gb_s: float
     gflops_s: dict[str, float]
 
     @property
-    def best_gflops_s(self) -> float:
-        """Of the fastest type: that one is the limit, whichever type the model computes in."""
+    def peak_gflops_s(self) -> float:
+        """GFLOP/s of the fastest dtype, which is the limit for every dtype."""
         return max(self.gflops_s.values())
 
 
-def measure_limits(device: torch.device) -> Limits:
-    """Measure what the device can do, in about three seconds."""
-    types = {str(dtype).removeprefix("torch."): measured_gflops(device, dtype) for dtype in MULTIPLIED_TYPES}
-    return Limits(measured_gb_s(device), types)
+def measure_peak(device: torch.device) -> PeakRates:
+    """Measure the device's peak rates, in about three seconds."""
+    types = {str(dtype).removeprefix("torch."): measure_gflops(device, dtype) for dtype in MULTIPLIED_TYPES}
+    return PeakRates(measure_gb_s(device), types)
 
 
-def higher(first: Limits, second: Limits) -> Limits:
-    """Of two measurements of one machine, the higher of each figure."""
+def combine_peaks(first: PeakRates, second: PeakRates) -> PeakRates:
+    """Return the maximum of each rate of two measurements."""
     types = {name: max(value, second.gflops_s[name]) for name, value in first.gflops_s.items()}
-    return Limits(max(first.gb_s, second.gb_s), types)
+    return PeakRates(max(first.gb_s, second.gb_s), types)
 
 
-def measured_gb_s(device: torch.device, num_bytes: int = READ_BYTES) -> float:
-    """GB a second that a matrix-vector product in float32, which reads each number once, takes from memory."""
+def measure_gb_s(device: torch.device, num_bytes: int = READ_BYTES) -> float:
+    """Return the GB/s of a float32 matrix-vector product, which reads each element once."""
     matrix = torch.ones((num_bytes // 4 // 4096, 4096), device=device)
     vector = torch.ones(4096, device=device)
-    return matrix.nbytes / _shortest(lambda: matrix @ vector, device) / 1e9
+    return matrix.nbytes / _shortest_run(lambda: matrix @ vector, device) / 1e9
 
 
-def measured_gflops(device: torch.device, dtype: torch.dtype, side: int | None = None) -> float:
-    """GFLOP a second of a product of two square matrices."""
+def measure_gflops(device: torch.device, dtype: torch.dtype, side: int | None = None) -> float:
+    """Return the GFLOP/s of a product of two square matrices."""
     side = side or MATRIX_SIDES.get(device.type, MATRIX_SIDE)
     matrix = torch.ones((side, side), dtype=dtype, device=device)
-    return 2 * side**3 / _shortest(lambda: matrix @ matrix, device) / 1e9
+    return 2 * side**3 / _shortest_run(lambda: matrix @ matrix, device) / 1e9
 
 
-def _shortest(work: Callable[[], Tensor], device: torch.device) -> float:
-    """The shortest of PASSES runs, in seconds, behind one that does not count."""
+def _shortest_run(work: Callable[[], Tensor], device: torch.device) -> float:
+    """Return the shortest time of PASSES runs after a warm-up, in seconds."""
     seconds = []
     for _ in range(PASSES + 1):
         synchronize(device)
-        began = perf_counter()
+        started = perf_counter()
         work()
         synchronize(device)
-        seconds.append(perf_counter() - began)
+        seconds.append(perf_counter() - started)
     return min(seconds[1:])
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has done what it was given; a CPU has."""
+    """Wait for an accelerator to finish queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
-# The model --------------------------------------------------------------------------------------------------------
+# Model ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a checkpoint of one configuration asks of a machine.
+    """Bytes and operations of a model configuration.
 
     Attributes:
-        weight_bytes: all weights, the head and the embedding being one.
-        decoder_bytes: weights that each token reads: the decoder's layers, its last norm, and the head.
-        cache_bytes_a_token: keys and values of one token, which every later token reads.
-        config: the sizes.
+        weight_bytes: bytes of all weights, with tied embedding and head counted once.
+        decoder_bytes: bytes of the weights read per token: decoder layers, final norm and head.
+        cache_bytes_per_token: bytes of one token's keys and values.
+        config: the configuration.
     """
 
     weight_bytes: int
     decoder_bytes: int
-    cache_bytes_a_token: int
+    cache_bytes_per_token: int
     config: PaliGemmaConfig
 
     @classmethod
@@ -146,9 +146,9 @@ class Work:
         quantize: str | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> Work:
-        """The work by shapes alone. With "int8" the decoder's and the head's matrices take a byte a weight.
+        """Compute the work from tensor shapes. With "int8", decoder and head matrices take one byte per weight.
 
-        `cache_dtype` is that of keys and values; None: that of the weights.
+        `cache_dtype` is the dtype of keys and values (default: `dtype`).
         """
         model, text = build_empty_model(config), config.text_config
         decoder = sum(_stored_bytes(weight, dtype, quantize) for weight in model.language_model.parameters())
@@ -160,23 +160,23 @@ class Work:
         cache = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * (cache_dtype or dtype).itemsize
         return cls(decoder + others, decoder, cache, config)
 
-    def token_bytes(self, context: int) -> int:
-        """What is read to write one token behind `context` others: weights, keys and values."""
-        return self.decoder_bytes + context * self.cache_bytes_a_token
+    def bytes_per_token(self, context: int) -> int:
+        """Bytes read to decode one token after `context` tokens: weights, keys and values."""
+        return self.decoder_bytes + context * self.cache_bytes_per_token
 
-    def picture_operations(self) -> int:
-        """Of the vision tower and the projector: every weight once a patch, and attention between all patches."""
+    def image_flops(self) -> int:
+        """Operations of vision tower and projector: all weights for each patch, and attention between patches."""
         vision, model = self.config.vision_config, build_empty_model(self.config)
         patches = vision.num_image_tokens
         weights = _multiplied_weights(model.vision_tower) + _multiplied_weights(model.multi_modal_projector)
         return 2 * patches * weights + 4 * patches**2 * vision.hidden_size * vision.num_hidden_layers
 
-    def first_token_operations(self, num_tokens: int) -> int:
-        """Of the picture and of a prefix of `num_tokens`, picture included, with logits for its last position."""
+    def prefill_flops(self, num_tokens: int) -> int:
+        """Operations of prefill: the image, `num_tokens` image and text tokens, and the last position's logits."""
         text, decoder = self.config.text_config, build_empty_model(self.config).language_model
         layers = 2 * num_tokens * _multiplied_weights(decoder.model.layers)
         attention = 4 * num_tokens**2 * text.num_attention_heads * text.head_dim * text.num_hidden_layers
-        return self.picture_operations() + layers + attention + 2 * text.hidden_size * text.vocab_size
+        return self.image_flops() + layers + attention + 2 * text.hidden_size * text.vocab_size
 
 
 def _stored_bytes(weight: Tensor, dtype: torch.dtype, quantize: str | None) -> int:

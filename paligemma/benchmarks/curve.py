@@ -1,7 +1,7 @@
-"""bench --curve: time per token against context length, and first token against resolution, beside what to expect.
+"""speed --curve: time per token over context length, and time to first token over resolution.
 
-Expected per token: in proportion to the bytes read (weights, and keys and values of the context). Expected first
-token: in proportion to the operations (tower, decoder and attention). Both lines go through the first point measured.
+The expected time per token is proportional to the bytes read (weights and KV cache), the expected time to first token
+to the operations (vision tower, decoder and attention). Both are scaled to the first measured point.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from matplotlib.figure import Figure
 import paligemma
 from paligemma.benchmarks.costs import Spread, Work
 from paligemma.benchmarks.full_size import write_checkpoint
-from paligemma.benchmarks.measure import PROMPT, forced_ids, kernels_of, prefix_length, work_of
+from paligemma.benchmarks.measure import PROMPT, forced_ids, kernel_name, prefix_length, work_of
 from paligemma.benchmarks.random_checkpoints import Case
-from paligemma.benchmarks.reference import random_picture
+from paligemma.benchmarks.reference import random_image
 
 CONTEXTS = (512, 1024, 2048, 3072, 4096)
 RESOLUTIONS = (224, 448, 896)
 ROUNDS = 5
-TOKENS = 16  # behind each context
-FILLER_WORD = " the"  # one token of the random checkpoints' tokenizer
+TOKENS = 16  # decoded after each context
+FILLER_WORD = " the"  # one token of the tiny tokenizer
 MEASURED, EXPECTED = "#1f5fbf", "#c8553d"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: tokens of context, or pixels a side, then seconds, and the seconds to expect."""
+    """Measured and expected seconds at a context length in tokens or an image side in pixels."""
 
     at: int
     seconds: Spread
@@ -40,7 +40,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """Both curves, and of which model, type and kernels."""
+    """Both curves, with the model and its kernels."""
 
     model: str
     kernels: str
@@ -49,7 +49,7 @@ class Curve:
 
 
 def measure_curve(name: str, case: Case, work_dir: Path, quantize: str | None = None, device: str = "auto") -> Curve:
-    """Write a checkpoint a resolution and measure; on two cores and a ninth of PaliGemma 3B about two minutes."""
+    """Write one checkpoint per resolution and measure; 1/9 of PaliGemma 3B takes about two minutes on two cores."""
     models = []
     for resolution in RESOLUTIONS:
         folder = work_dir / f"{resolution}-pixels"
@@ -60,52 +60,52 @@ def measure_curve(name: str, case: Case, work_dir: Path, quantize: str | None = 
     first_spreads = _first_token_seconds(models)
     return Curve(
         name,
-        kernels_of(models[0]),
-        _points(CONTEXTS, token_spreads, [work.token_bytes(context) for context in CONTEXTS]),
-        _points(RESOLUTIONS, first_spreads, [_first_token_operations(vlm) for vlm in models]),
+        kernel_name(models[0]),
+        _points(CONTEXTS, token_spreads, [work.bytes_per_token(context) for context in CONTEXTS]),
+        _points(RESOLUTIONS, first_spreads, [_prefill_flops(vlm) for vlm in models]),
     )
 
 
 def _points(at: Sequence[int], spreads: Sequence[Spread], work: Sequence[int]) -> tuple[Point, ...]:
-    """Points with what to expect: the first one's time, in proportion to the work."""
+    """Combine measurements with expected times, scaled from the first point in proportion to the work."""
     first = spreads[0].median / work[0]
-    return tuple(Point(place, spread, first * amount) for place, spread, amount in zip(at, spreads, work, strict=True))
+    return tuple(Point(x, spread, first * amount) for x, spread, amount in zip(at, spreads, work, strict=True))
 
 
 def _token_seconds(vlm: paligemma.PaliGemma, context: int) -> Spread:
-    """Seconds a token behind a prefix that is filled up to `context` tokens with words."""
-    image = random_picture(0)
+    """Measure seconds per token after a prefix padded to `context` tokens with filler words."""
+    image = random_image(0)
     shorter = prefix_length(vlm)
     if context < shorter:
-        raise ValueError(f"a context of {context} tokens is asked for; picture and prompt already take {shorter}")
+        raise ValueError(f"context must be >= {shorter} (the tokens of image and prompt), got {context}.")
     prompt = PROMPT + FILLER_WORD * (context - shorter)
     steps = vlm.generate(image, prompt, max_new_tokens=TOKENS + 1, forced_ids=forced_ids(vlm, TOKENS + 1)).steps
     return Spread.of([step.seconds - before.seconds for before, step in pairwise(steps)])
 
 
 def _first_token_seconds(models: Sequence[paligemma.PaliGemma]) -> list[Spread]:
-    """Seconds to the first token, in turns, a new picture a round; a round before them is not counted."""
+    """Measure the time to first token, interleaved, with a new image per round and one warm-up round."""
     seconds: list[list[float]] = [[] for _ in models]
     for number in range(ROUNDS + 1):
         for vlm, found in zip(models, seconds, strict=True):
-            result = vlm.generate(random_picture(number), PROMPT, max_new_tokens=1)
+            result = vlm.generate(random_image(number), PROMPT, max_new_tokens=1)
             found.append(result.timing.first_token_s)
     return [Spread.of(found[1:]) for found in seconds]
 
 
-def _first_token_operations(vlm: paligemma.PaliGemma) -> int:
-    return Work.of(vlm.config, vlm.dtype).first_token_operations(prefix_length(vlm))
+def _prefill_flops(vlm: paligemma.PaliGemma) -> int:
+    return Work.of(vlm.config, vlm.dtype).prefill_flops(prefix_length(vlm))
 
 
 # Drawing ----------------------------------------------------------------------------------------------------------
 
 
 def draw(curve: Curve) -> Figure:
-    """Two panels: milliseconds a token over the context, seconds to the first token over the picture's side."""
+    """Plot milliseconds per token over context length, and time to first token over the image side."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _draw_points(left, curve.tokens, 1000, "tokens before it", "milliseconds a token")
-    _draw_points(right, curve.first_tokens, 1, "pixels a side", "seconds to the first token")
+    _draw_points(left, curve.tokens, 1000, "context (tokens)", "time per token (ms)")
+    _draw_points(right, curve.first_tokens, 1, "image side (pixels)", "time to first token (s)")
     right.set_xticks([point.at for point in curve.first_tokens])
     left.legend(fontsize=8, frameon=False)
     figure.suptitle(f"{curve.model}: {curve.kernels}", fontsize=9)
@@ -118,9 +118,16 @@ def _draw_points(axes: Axes, points: Sequence[Point], factor: float, x_label: st
     below = [(point.seconds.median - point.seconds.lowest) * factor for point in points]
     above = [(point.seconds.highest - point.seconds.median) * factor for point in points]
     expected = [point.expected * factor for point in points]
-    axes.plot(places, expected, "--", color=EXPECTED, linewidth=1.2, label="expected from the first point")
+    axes.plot(places, expected, "--", color=EXPECTED, linewidth=1.2, label="expected (scaled from the first point)")
     axes.errorbar(
-        places, medians, (below, above), fmt="o-", color=MEASURED, markersize=4, capsize=3, label="median and range"
+        places,
+        medians,
+        (below, above),
+        fmt="o-",
+        color=MEASURED,
+        markersize=4,
+        capsize=3,
+        label="measured (median and range)",
     )
     axes.set_ylim(0, 1.15 * max(*medians, *expected))
     axes.set_xlabel(x_label)
@@ -130,16 +137,16 @@ def _draw_points(axes: Axes, points: Sequence[Point], factor: float, x_label: st
 
 
 def curve_lines(curve: Curve) -> list[str]:
-    """The points as text."""
+    """Format the points as text."""
     return [
         f"{curve.model}: {curve.kernels}",
         *(
-            f"  behind {point.at:>5} tokens: {point.seconds.text(1, 1000)} ms a token, expected "
+            f"  context {point.at:>5} tokens: {point.seconds.text(1, 1000)} ms/token, expected "
             f"{point.expected * 1000:.1f}"
             for point in curve.tokens
         ),
         *(
-            f"  at {point.at} pixels: {point.seconds.text(2)} s to the first token, expected {point.expected:.2f}"
+            f"  image side {point.at} pixels: {point.seconds.text(2)} s to first token, expected {point.expected:.2f}"
             for point in curve.first_tokens
         ),
     ]

@@ -1,4 +1,4 @@
-"""bench: a checkpoint's speed beside the machine's limits and beside transformers, its loading and its memory."""
+"""Measure a checkpoint's speed relative to peak rates and transformers, its loading time and its memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 import paligemma
 from paligemma import checkpoint
 from paligemma.benchmarks import process_cost
-from paligemma.benchmarks.contenders import Ours, Times, Transformers, faster, load_transformers, take_turns
-from paligemma.benchmarks.costs import Limits, Spread, Work, higher, measure_limits, ratios
-from paligemma.benchmarks.reference import Request, random_picture
+from paligemma.benchmarks.costs import PeakRates, Spread, Work, combine_peaks, measure_peak, ratios
+from paligemma.benchmarks.implementations import (
+    Implementation,
+    Ours,
+    Times,
+    Transformers,
+    fastest,
+    load_transformers,
+    run_interleaved,
+)
+from paligemma.benchmarks.reference import Request, random_image
 
 PROMPT, SECOND_PROMPT = "caption en", "caption es"
 WARM_UP_TOKENS = 3
@@ -24,14 +33,14 @@ WARM_UP_TOKENS = 3
 
 @dataclass(frozen=True)
 class SpeedOptions:
-    """What to measure; ValueError for fewer rounds or tokens than make a figure.
+    """Options of a speed measurement. Raises ValueError for too few rounds or tokens.
 
     Args:
-        source: a folder, a hub id, or None for the bundled model.
-        quantize: measured as well, beside the unquantized weights; None: not.
-        against_transformers: whether it takes turns with transformers.
-        rounds: of all contenders in turn, at least 5.
-        tokens: of each answer, at least 3.
+        source: checkpoint folder, hub id, or None for the bundled model.
+        quantize: quantization to measure in addition to the unquantized weights, or None.
+        against_transformers: whether to measure transformers too.
+        rounds: interleaved rounds over all implementations, at least 5.
+        tokens: tokens per answer, at least 3.
         device, dtype: as in `paligemma.load`.
     """
 
@@ -45,35 +54,35 @@ class SpeedOptions:
 
     def __post_init__(self) -> None:
         if self.rounds < 5:
-            raise ValueError(f"rounds is {self.rounds}; a median needs at least 5")
+            raise ValueError(f"rounds must be >= 5, got {self.rounds}.")
         if self.tokens < WARM_UP_TOKENS:
-            raise ValueError(f"tokens is {self.tokens}; allowed is at least {WARM_UP_TOKENS}")
+            raise ValueError(f"tokens must be >= {WARM_UP_TOKENS}, got {self.tokens}.")
 
 
 @dataclass(frozen=True)
 class Speed:
-    """One contender's figures.
+    """Speed of one implementation.
 
     Attributes:
-        picture_s, first_token_s, token_s: seconds, over the rounds.
-        tokens_s: tokens a second behind the first.
-        gb_s, gflops_s: read while decoding; computed up to the first token.
-        share_of_gb_s, share_of_gflops_s: of the limits measured in the same process.
+        image_s, first_token_s, token_s: seconds for the image, to the first token, and per token after it.
+        tokens_s: tokens per second after the first.
+        gb_s: memory bandwidth of decoding, in GB/s. gflops_s: arithmetic rate of prefill, in GFLOP/s.
+        gb_s_share, gflops_s_share: fraction of the peak rates measured in the same process.
     """
 
-    picture_s: Spread
+    image_s: Spread
     first_token_s: Spread
     token_s: Spread
     tokens_s: float
     gb_s: float
-    share_of_gb_s: float
+    gb_s_share: float
     gflops_s: float
-    share_of_gflops_s: float
+    gflops_s_share: float
 
 
 @dataclass(frozen=True)
 class Ratios:
-    """How many times faster one of ours is than transformers, round by round."""
+    """Speed-up over transformers: ratios of the times of the same round."""
 
     first_token: Spread
     token: Spread
@@ -81,7 +90,7 @@ class Ratios:
 
 @dataclass(frozen=True)
 class SecondPrompt:
-    """Another prompt on each picture: runs of the tower for the first and for the second one, and seconds."""
+    """Second prompt on each image: runs of the vision tower for both prompts, time to first token, and time saved."""
 
     tower_runs_before: int
     tower_runs: int
@@ -91,31 +100,31 @@ class SecondPrompt:
 
 @dataclass(frozen=True)
 class Loading:
-    """What loading and answering cost a process of its own.
+    """Loading time and peak memory of a separate process.
 
     Attributes:
-        load_s: until the model was there. again_s: the same once more, when what was prepared is found again; None
-            where nothing is kept.
-        kept_bytes: the weights as they are kept, and the cache.
-        loading_memory, answering_memory: the highest resident size, less that of a process that only imports, in
-            units of kept_bytes; None where the system does not tell.
+        load_s: seconds to load the model.
+        reload_s: seconds to load it from the quantization cache; None without one.
+        stored_bytes: bytes of the weights and the KV cache.
+        loading_memory, generation_memory: peak resident memory minus that of a process that only imports, relative
+            to stored_bytes; None where the system does not report it.
     """
 
     load_s: float
-    again_s: float | None
-    kept_bytes: int
+    reload_s: float | None
+    stored_bytes: int
     loading_memory: float | None
-    answering_memory: float | None
+    generation_memory: float | None
 
 
 @dataclass(frozen=True)
 class SpeedReport:
-    """All figures of a run; the dictionaries are by contender, `loading` is empty where it was not measured.
+    """Results of a run. Dictionaries are keyed by implementation; `loading` is empty if it was not measured.
 
     Attributes:
-        model, parameters, dtype, device, threads, torch: what was run, and where.
-        kernels: type and kernels of each of ours, in words.
-        prefix_tokens: of picture and prompt.
+        model, parameters, dtype, device, threads, torch: model and environment.
+        kernels: description of dtype and kernels.
+        prefix_tokens: image and prompt tokens.
     """
 
     model: str
@@ -126,84 +135,84 @@ class SpeedReport:
     torch: str
     prefix_tokens: int
     kernels: dict[str, str]
-    limits: Limits
+    peak: PeakRates
     speed: dict[str, Speed]
     ratios: dict[str, Ratios]
     second_prompt: dict[str, SecondPrompt]
     loading: dict[str, Loading]
 
 
-# From times to figures --------------------------------------------------------------------------------------------
+# Summaries --------------------------------------------------------------------------------------------------------
 
 
-def speed_of(times: Sequence[Times], work: Work, limits: Limits, prefix_tokens: int, num_tokens: int) -> Speed:
-    """The figures of one contender's rounds, of answers with `num_tokens` behind `prefix_tokens`."""
+def speed_of(times: Sequence[Times], work: Work, peak: PeakRates, prefix_tokens: int, num_tokens: int) -> Speed:
+    """Summarize the rounds of one implementation; each generates `num_tokens` after `prefix_tokens`."""
     token_s = Spread.of([time.token_s for time in times])
     first_token_s = Spread.of([time.first_token_s for time in times])
-    gb_s = work.token_bytes(prefix_tokens + num_tokens // 2) / token_s.median / 1e9
-    gflops_s = work.first_token_operations(prefix_tokens) / first_token_s.median / 1e9
+    gb_s = work.bytes_per_token(prefix_tokens + num_tokens // 2) / token_s.median / 1e9
+    gflops_s = work.prefill_flops(prefix_tokens) / first_token_s.median / 1e9
     return Speed(
-        picture_s=Spread.of([time.picture_s for time in times]),
+        image_s=Spread.of([time.image_s for time in times]),
         first_token_s=first_token_s,
         token_s=token_s,
         tokens_s=1 / token_s.median,
         gb_s=gb_s,
-        share_of_gb_s=gb_s / limits.gb_s,
+        gb_s_share=gb_s / peak.gb_s,
         gflops_s=gflops_s,
-        share_of_gflops_s=gflops_s / limits.best_gflops_s,
+        gflops_s_share=gflops_s / peak.peak_gflops_s,
     )
 
 
-def ratios_of(ours: Sequence[Times], opponents: Sequence[Sequence[Times]]) -> Ratios:
-    """Against whichever opponent has the lower median, for the first token and for a token each."""
+def ratios_of(ours: Sequence[Times], references: Sequence[Sequence[Times]]) -> Ratios:
+    """Compare with the reference of the lowest median, separately for first token and later tokens."""
 
-    def against_the_faster(measure: str) -> Spread:
-        theirs = [[getattr(time, measure) for time in times] for times in opponents]
-        fastest = min(theirs, key=lambda values: Spread.of(values).median)
-        return ratios([getattr(time, measure) for time in ours], fastest)
+    def ratio_to_fastest(measure: str) -> Spread:
+        values = [[getattr(time, measure) for time in times] for times in references]
+        best = min(values, key=lambda seconds: Spread.of(seconds).median)
+        return ratios([getattr(time, measure) for time in ours], best)
 
-    return Ratios(against_the_faster("first_token_s"), against_the_faster("token_s"))
+    return Ratios(ratio_to_fastest("first_token_s"), ratio_to_fastest("token_s"))
 
 
-def second_prompt_of(before: Sequence[Times], again: Sequence[Times]) -> SecondPrompt:
-    """What a second prompt on the same pictures, round by round, saves."""
+def second_prompt_of(first: Sequence[Times], second: Sequence[Times]) -> SecondPrompt:
+    """Compare first and second prompts on the same images."""
     return SecondPrompt(
-        sum(time.tower_runs for time in before),
-        sum(time.tower_runs for time in again),
-        Spread.of([time.first_token_s for time in again]),
-        Spread.of([old.first_token_s - new.first_token_s for old, new in zip(before, again, strict=True)]),
+        sum(time.tower_runs for time in first),
+        sum(time.tower_runs for time in second),
+        Spread.of([time.first_token_s for time in second]),
+        Spread.of([old.first_token_s - new.first_token_s for old, new in zip(first, second, strict=True)]),
     )
 
 
 def loading_of(
-    imports: process_cost.Cost, cost: process_cost.Cost, again: process_cost.Cost | None, kept_bytes: int
+    imports: process_cost.Cost, cost: process_cost.Cost, reload: process_cost.Cost | None, stored_bytes: int
 ) -> Loading:
-    """From a process that only imported, one that loaded and answered, and a second one of these."""
+    """Compare a process that loads and generates, and optionally a second one, with one that only imports."""
 
     def memory(peak: int | None) -> float | None:
-        return None if peak is None or imports.peak_bytes is None else (peak - imports.peak_bytes) / kept_bytes
+        return None if peak is None or imports.peak_bytes is None else (peak - imports.peak_bytes) / stored_bytes
 
     return Loading(
         load_s=cost.load_s,
-        again_s=None if again is None else again.load_s,
-        kept_bytes=kept_bytes,
+        reload_s=None if reload is None else reload.load_s,
+        stored_bytes=stored_bytes,
         loading_memory=memory(cost.loading_peak_bytes),
-        answering_memory=memory(cost.answering_peak_bytes),
+        generation_memory=memory(cost.generation_peak_bytes),
     )
 
 
-def kernels_of(vlm: paligemma.PaliGemma) -> str:
-    """What computes the decoder, such as "int8 (oneDNN)"."""
-    return getattr(vlm, "backend", None) or _name(vlm.dtype)
+def kernel_name(vlm: paligemma.PaliGemma) -> str:
+    """Return dtype and kernels of the decoder, such as "int8 (oneDNN)"."""
+    return vlm.backend
 
 
 def work_of(vlm: paligemma.PaliGemma, quantize: str | None) -> Work:
-    """The work of one of ours, whose keys and values may be kept in another type than the weights."""
-    return Work.of(vlm.config, vlm.dtype, quantize, getattr(vlm.model, "activation_dtype", None))
+    """Return the work per token; the KV cache has the dtype of the activations."""
+    return Work.of(vlm.config, vlm.dtype, quantize, vlm.model.activation_dtype)
 
 
 def forced_ids(vlm: paligemma.PaliGemma, count: int) -> list[int]:
-    """Ids spread over the vocabulary, none of which ends an answer."""
+    """Return `count` token ids spread over the vocabulary, without end tokens."""
     allowed = vlm.allowed_tokens.clone()
     allowed[list(vlm.config.eos_token_ids)] = False
     token_ids = allowed.nonzero().flatten()
@@ -214,42 +223,44 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# The run ----------------------------------------------------------------------------------------------------------
+# Measurement ------------------------------------------------------------------------------------------------------
 
 
 def measure_speed(options: SpeedOptions) -> SpeedReport:
-    """Let all contenders take turns, then load each in a process of its own, when these here are gone."""
+    """Measure all implementations interleaved, then, on a CPU, the loading of each in a separate process."""
     found = checkpoint.find_checkpoint(options.source, device=options.device, dtype=options.dtype)
-    report, works = _measure_in_turns(found, options)
+    report, works = _measure_interleaved(found, options)
     if report.device != "cpu":
         return report
-    gc.collect()
+    gc.collect()  # free the models before other processes load them
     return replace(report, loading=_measure_loading(found.folder, options, report.dtype, works))
 
 
-def _measure_in_turns(found: checkpoint.CheckpointSource, options: SpeedOptions) -> tuple[SpeedReport, dict[str, Work]]:
-    """All but loading; and the work of each contender by its name."""
+def _measure_interleaved(
+    found: checkpoint.CheckpointSource, options: SpeedOptions
+) -> tuple[SpeedReport, dict[str, Work]]:
+    """Measure everything except loading; also return the work of each implementation."""
     ours = [_load(found.folder, options, quantize) for quantize in _choices(options)]
     vlm = ours[0].vlm
     token_ids = forced_ids(vlm, options.tokens)
-    requests = [Request(random_picture(number), PROMPT) for number in range(options.rounds + 1)]
-    opponents = load_transformers(found.folder, vlm.dtype, vlm.device) if options.against_transformers else []
-    opponents = _warm_up(ours, opponents, requests[0], token_ids[:WARM_UP_TOKENS])
-    limits = measure_limits(vlm.device)
-    rounds = take_turns([*ours, *opponents], requests[1:], token_ids, SECOND_PROMPT)
-    limits = higher(limits, measure_limits(vlm.device))
+    requests = [Request(random_image(number), PROMPT) for number in range(options.rounds + 1)]
+    references = load_transformers(found.folder, vlm.dtype, vlm.device) if options.against_transformers else []
+    references = _warm_up(ours, references, requests[0], token_ids[:WARM_UP_TOKENS])
+    peak = measure_peak(vlm.device)
+    rounds = run_interleaved([*ours, *references], requests[1:], token_ids, SECOND_PROMPT)
+    peak = combine_peaks(peak, measure_peak(vlm.device))
     works = {one.name: work_of(one.vlm, one.quantize) for one in ours}
-    works |= {one.name: Work.of(vlm.config, vlm.dtype) for one in opponents}
-    theirs = [rounds.times[one.name] for one in opponents]
+    works |= {reference.name: Work.of(vlm.config, vlm.dtype) for reference in references}
+    reference_times = [rounds.times[reference.name] for reference in references]
     report = SpeedReport(
-        **_setting(vlm, found.name),
-        kernels={one.name: kernels_of(one.vlm) for one in ours},
-        limits=limits,
+        **_environment(vlm, found.name),
+        kernels={one.name: kernel_name(one.vlm) for one in ours},
+        peak=peak,
         speed={
-            name: speed_of(times, works[name], limits, prefix_length(vlm), options.tokens)
+            name: speed_of(times, works[name], peak, prefix_length(vlm), options.tokens)
             for name, times in rounds.times.items()
         },
-        ratios={one.name: ratios_of(rounds.times[one.name], theirs) for one in ours if theirs},
+        ratios={one.name: ratios_of(rounds.times[one.name], reference_times) for one in ours if reference_times},
         second_prompt={
             one.name: second_prompt_of(rounds.times[one.name], rounds.second_prompt[one.name]) for one in ours
         },
@@ -259,12 +270,12 @@ def _measure_in_turns(found: checkpoint.CheckpointSource, options: SpeedOptions)
 
 
 def prefix_length(vlm: paligemma.PaliGemma) -> int:
-    """Tokens of a picture and PROMPT."""
-    return vlm.processor([random_picture(0)], [PROMPT])["input_ids"].shape[1]
+    """Return the number of tokens of an image and PROMPT."""
+    return vlm.processor([random_image(0)], [PROMPT])["input_ids"].shape[1]
 
 
-def _setting(vlm: paligemma.PaliGemma, name: str) -> dict[str, str | int]:
-    """What runs, and where."""
+def _environment(vlm: paligemma.PaliGemma, name: str) -> dict[str, Any]:
+    """Describe model and environment."""
     return {
         "model": name,
         "parameters": sum(weight.numel() for weight in checkpoint.build_empty_model(vlm.config).parameters()),
@@ -278,40 +289,41 @@ def _setting(vlm: paligemma.PaliGemma, name: str) -> dict[str, str | int]:
 
 def _load(folder: Path, options: SpeedOptions, quantize: str | None) -> Ours:
     vlm = paligemma.load(folder, device=options.device, dtype=options.dtype, quantize=quantize)
-    return Ours(_contender_name(quantize), vlm, quantize)
+    return Ours(_implementation_name(quantize), vlm, quantize)
 
 
 def _warm_up(
-    ours: Sequence[Ours], opponents: Sequence[Transformers], request: Request, token_ids: Sequence[int]
+    ours: Sequence[Ours], references: Sequence[Transformers], request: Request, token_ids: Sequence[int]
 ) -> list[Transformers]:
-    """Let everyone answer once, uncounted; return the opponents that are the fastest in something."""
-    for contender in [*ours, *opponents[:1]]:  # the opponents share one model
-        contender.answer(request, token_ids)
-    return faster(opponents, request, token_ids) if opponents else []
+    """Run each implementation once; return the fastest references."""
+    warmed_up: list[Implementation] = [*ours, *references[:1]]
+    for implementation in warmed_up:  # the references share one model
+        implementation.generate(request, token_ids)
+    return fastest(references, request, token_ids) if references else []
 
 
 def _measure_loading(folder: Path, options: SpeedOptions, dtype: str, works: dict[str, Work]) -> dict[str, Loading]:
-    """Each in a fresh process; quantized weights twice, since the first time keeps them for the next."""
+    """Load each in a separate process; quantized weights twice, the second time from the quantization cache."""
     imports = process_cost.measure("ours")
 
     def loading(side: str, quantize: str | None = None) -> Loading:
         with TemporaryDirectory(dir=os.environ.get(process_cost.CACHE_VARIABLE)) as empty:
             arguments = (side, folder, dtype, quantize, Path(empty))
             cost = process_cost.measure(*arguments)
-            again = process_cost.measure(*arguments) if quantize else None
-        work = works[_contender_name(quantize)]
+            reload = process_cost.measure(*arguments) if quantize else None
+        work = works[_implementation_name(quantize)]
         num_tokens = process_cost.num_cached_tokens(work.config)
-        return loading_of(imports, cost, again, work.weight_bytes + num_tokens * work.cache_bytes_a_token)
+        return loading_of(imports, cost, reload, work.weight_bytes + num_tokens * work.cache_bytes_per_token)
 
-    found = {_contender_name(quantize): loading("ours", quantize) for quantize in _choices(options)}
-    found["ours, nothing prepared"] = loading("unprepared")
+    found = {_implementation_name(quantize): loading("ours", quantize) for quantize in _choices(options)}
+    found["ours, not packed"] = loading("unpacked")
     return found | ({"transformers": loading("reference")} if options.against_transformers else {})
 
 
 def _choices(options: SpeedOptions) -> list[str | None]:
-    """How the weights of each of ours are kept."""
+    """Return the weight quantizations to measure."""
     return list(dict.fromkeys((None, options.quantize)))
 
 
-def _contender_name(quantize: str | None) -> str:
+def _implementation_name(quantize: str | None) -> str:
     return f"ours {quantize}" if quantize else "ours"

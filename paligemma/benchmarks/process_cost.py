@@ -1,12 +1,11 @@
-"""What loading a checkpoint and answering once costs a process of its own: seconds, and its highest resident size.
+"""Loading time, generation time and peak memory of one checkpoint in a separate process.
 
-Memory is VmHWM of /proc/self/status (Linux only), to be read less that of a process that only imported the same
-packages. Pages of a file that is mapped into memory count as resident once they are read, so that a mapped checkpoint
-is not counted as free.
+Memory is VmHWM of /proc/self/status (Linux only); subtract the value of a process that only imports the packages. It
+includes the pages of memory-mapped checkpoint files that were read.
 
     python -m paligemma.benchmarks.process_cost SIDE [--folder FOLDER]
 
-SIDE: `ours`; `unprepared`, which is ours with the weights as they lie in the file; `reference`, which is transformers.
+SIDE: `ours`; `unpacked`, this package without packed weights; `reference`, transformers.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from paligemma.benchmarks.reference import (
     Request,
     load_reference,
     load_reference_processor,
-    random_picture,
+    random_image,
     reference_inputs,
 )
 
-SIDES = ("ours", "unprepared", "reference")
+SIDES = ("ours", "unpacked", "reference")
 CACHE_VARIABLE = "XDG_CACHE_HOME"
 NUM_TOKENS = 4
-REQUEST = Request(random_picture(0), "caption en")
+REQUEST = Request(random_image(0), "caption en")
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @contextmanager
-def kept_in(folder: Path) -> Iterator[None]:
-    """Let what is kept in the user's cache folder go to this one meanwhile."""
+def user_cache_in(folder: Path) -> Iterator[None]:
+    """Use `folder` as the user's cache folder inside the block."""
     before = os.environ.get(CACHE_VARIABLE)
     os.environ[CACHE_VARIABLE] = str(folder)
     try:
@@ -58,26 +57,26 @@ def kept_in(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one process needed.
+    """Time and memory of one process.
 
     Attributes:
-        load_s: until the model was there, prepared or packed where that is done.
-        answer_s: from then until the answer's last token; a mapped file is read here.
-        loading_peak_bytes, answering_peak_bytes: the highest resident size of the process until the model was there,
-            and from then on; None where the system does not tell.
+        load_s: seconds to load the model, including packing or quantization.
+        answer_s: seconds to generate the answer, including reads of memory-mapped weights.
+        loading_peak_bytes, generation_peak_bytes: peak resident memory while loading and while generating; None where
+            the system does not report it.
     """
 
     load_s: float
     answer_s: float
     loading_peak_bytes: int | None
-    answering_peak_bytes: int | None
+    generation_peak_bytes: int | None
 
     @property
     def peak_bytes(self) -> int | None:
-        """The larger of the two."""
-        if self.loading_peak_bytes is None or self.answering_peak_bytes is None:
+        """Peak resident memory of the process, or None."""
+        if self.loading_peak_bytes is None or self.generation_peak_bytes is None:
             return None
-        return max(self.loading_peak_bytes, self.answering_peak_bytes)
+        return max(self.loading_peak_bytes, self.generation_peak_bytes)
 
 
 def measure(
@@ -87,9 +86,9 @@ def measure(
     quantize: str | None = None,
     cache_folder: Path | None = None,
 ) -> Cost:
-    """Run one side on the CPU in a process of its own; without a folder it only imports.
+    """Run one side on the CPU in a separate process; without a folder, only import the packages.
 
-    `cache_folder` takes the place of the user's, where quantized weights are kept.
+    `cache_folder` replaces the user's cache folder, where quantized weights are stored.
     """
     command = [sys.executable, "-m", "paligemma.benchmarks.process_cost", side, "--dtype", dtype]
     command += ["--folder", str(folder)] if folder else []
@@ -100,36 +99,35 @@ def measure(
 
 
 def num_cached_tokens(config: paligemma.PaliGemmaConfig) -> int:
-    """How many tokens the cache of the request that is measured holds."""
-    # Counted with a margin of a few tokens, so that the prompt need not be tokenized here.
+    """Return an upper bound of the tokens in the KV cache of REQUEST: one per character of the prompt."""
     return config.vision_config.num_image_tokens + len(REQUEST.prompt) + NUM_TOKENS
 
 
 def load_and_answer(load: Callable[[], Callable[[Request], object]]) -> Cost:
-    """Load and answer one request, in this process."""
+    """Load a model and generate the answer to REQUEST in this process."""
     started = perf_counter()
     answer = load()
     loaded, loading_peak = perf_counter(), _peak_bytes()
-    _forget_peak()
+    _reset_peak()
     answer(REQUEST)
     return Cost(loaded - started, perf_counter() - loaded, loading_peak, _peak_bytes())
 
 
 def load_ours(folder: Path, dtype: str, quantize: str | None) -> Callable[[Request], object]:
-    """This package's side: what answers a request."""
+    """Load this package's model and return its generate function."""
     vlm = paligemma.load(folder, device="cpu", dtype=dtype, quantize=quantize)
     return lambda request: vlm.generate(request.image, request.prompt, max_new_tokens=NUM_TOKENS)
 
 
-def load_unprepared(folder: Path, dtype: str) -> Callable[[Request], object]:
-    """This package's side without anything prepared for the machine."""
+def load_unpacked(folder: Path, dtype: str) -> Callable[[Request], object]:
+    """Load this package's model without packed weights and return its generate function."""
     model = checkpoint.load_model(folder, "cpu", dtype)
     vlm = paligemma.PaliGemma(model, paligemma.PaliGemmaProcessor.from_folder(folder, model.config))
     return lambda request: vlm.generate(request.image, request.prompt, max_new_tokens=NUM_TOKENS)
 
 
 def load_transformers(folder: Path, dtype: str) -> Callable[[Request], object]:
-    """transformers' side: what answers a request."""
+    """Load the transformers model and return its generate function."""
     model = load_reference(folder, dtype)
     processor = load_reference_processor(folder)
     settings = transformers.GenerationConfig(do_sample=False, max_new_tokens=NUM_TOKENS)
@@ -150,19 +148,19 @@ def _peak_bytes() -> int | None:
     return int(line.split()[1]) * 1024
 
 
-def _forget_peak() -> None:
-    """Let the highest resident size count from now on (proc(5): 5 in clear_refs)."""
+def _reset_peak() -> None:
+    """Reset the peak resident memory (see clear_refs in proc(5))."""
     if CLEAR.exists():
         CLEAR.write_text("5", encoding="ascii")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure one side and print its Cost as JSON."""
+    """Measure one side and print the Cost as JSON."""
     parser = argparse.ArgumentParser(
-        prog="python -m paligemma.benchmarks.process_cost", description=__doc__.split("\n")[0]
+        prog="python -m paligemma.benchmarks.process_cost", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("side", choices=SIDES)
-    parser.add_argument("--folder", type=Path, help="a checkpoint's folder; without it the packages are only imported")
+    parser.add_argument("--folder", type=Path, help="checkpoint folder (default: only import the packages)")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantize")
     options = parser.parse_args(arguments)
@@ -170,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     transformers.PaliGemmaForConditionalGeneration, transformers.AutoProcessor  # noqa: B018
     loaders = {
         "ours": lambda: load_ours(options.folder, options.dtype, options.quantize),
-        "unprepared": lambda: load_unprepared(options.folder, options.dtype),
+        "unpacked": lambda: load_unpacked(options.folder, options.dtype),
         "reference": lambda: load_transformers(options.folder, options.dtype),
     }
     imports = Cost(0.0, 0.0, _peak_bytes(), _peak_bytes())

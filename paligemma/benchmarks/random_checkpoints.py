@@ -1,11 +1,9 @@
-"""Random PaliGemma checkpoints, made with transformers, that can tell a right model from a wrong one.
+"""Small random PaliGemma checkpoints, built with transformers, whose outputs depend on every weight.
 
-A freshly initialized model forgives much: its norms and biases do nothing, its attention is nearly uniform, its
-greedy answer repeats one token. Here every tensor counts: norms and biases are far from their neutral values, and
-matrices are scaled so that attention is sharp, answers are varied and no two logits nearly tie. Everything is
-seeded. The sizes are small; the structure, the key names and the config.json are those of Google's checkpoints.
-
-Only tests and `paligemma.benchmarks.parity` use this module.
+Default initialization hides errors: norms and biases have no effect, attention is nearly uniform, and the greedy answer
+repeats one token. Here norms and biases are far from their neutral values, and matrices are scaled so that attention is
+sharp, answers are varied and logits do not nearly tie. All weights are seeded. Structure, key names and config.json are
+those of Google's checkpoints.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ LAYOUTS = ("hub", "transformers-4.52", "transformers-5", "transformers-5-plain")
 SHARD_SIZE = "400KB"
 
 
-def save_processor_files(folder: Path, image_size: int, num_pieces: int = 0) -> None:
-    """The tokenizer and the image settings, in the files and with the keys that a hub checkpoint has."""
-    tokenizer = build_tiny_tokenizer(num_pieces)
+def save_processor_files(folder: Path, image_size: int, image_token_id: int = 0) -> None:
+    """Write the tokenizer and image processor files of a hub checkpoint."""
+    tokenizer = build_tiny_tokenizer(image_token_id)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",
@@ -102,15 +100,15 @@ VISION = {
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of PaliGemma.
+    """Configuration of a random PaliGemma.
 
     Attributes:
         text, vision: keys of config.json's text_config and vision_config.
-        image_size: side of the picture in pixels, a multiple of 14.
-        top_level_hidden_size: config.json's own `hidden_size`, which the hub's PaliGemma 2 files give as 2048
-            whatever the decoder's is, so that nothing may depend on it; None: the decoder's.
-        vocab_size: rows of the embedding; None: the tiny tokenizer's and some filler, as on the hub.
-        num_pieces: pieces of the tokenizer before `<image>`; 0: the tiny tokenizer's.
+        image_size: image side in pixels, a multiple of 14.
+        top_level_hidden_size: the top-level `hidden_size` of config.json (default: the decoder's). The hub's
+            PaliGemma 2 files have 2048 for all decoder sizes, so models must not use it.
+        vocab_size: size of the embedding (default: the tokenizer's, rounded up to a multiple of 64).
+        image_token_id: id of `<image>` (0: directly after the tiny tokenizer's other tokens).
     """
 
     text: dict[str, Any] = field(default_factory=lambda: dict(GEMMA1))
@@ -118,7 +116,7 @@ class Case:
     image_size: int = 56
     top_level_hidden_size: int | None = None
     vocab_size: int | None = None
-    num_pieces: int = 0
+    image_token_id: int = 0
 
 
 CASES = {
@@ -133,25 +131,24 @@ CASES = {
 
 
 def make_config(case: Case) -> transformers.PaliGemmaConfig:
-    """The configuration of transformers."""
-    image_token = build_tiny_tokenizer(case.num_pieces).token_to_id("<image>")
-    rows = case.vocab_size or (image_token // 64 + 1) * 64
+    """Return the transformers configuration."""
+    image_token: int = build_tiny_tokenizer(case.image_token_id).get_vocab()["<image>"]
+    vocab_size = case.vocab_size or (image_token // 64 + 1) * 64
     hidden_size = case.text["hidden_size"]
     image = {"image_size": case.image_size, "projection_dim": hidden_size}
+    special_ids: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
     return transformers.PaliGemmaConfig(
         vision_config={**case.vision, "vision_use_head": False, **image},
-        text_config={**case.text, "vocab_size": rows},
+        text_config={**case.text, "vocab_size": vocab_size},
         image_token_index=image_token,
         projection_dim=hidden_size,
         hidden_size=case.top_level_hidden_size or hidden_size,
-        bos_token_id=2,
-        eos_token_id=1,
-        pad_token_id=0,
+        **special_ids,
     )
 
 
 def make_model(case: Case | str, seed: int = 0) -> transformers.PaliGemmaForConditionalGeneration:
-    """A random float32 model of transformers, with eager attention, ready to compute."""
+    """Build a random float32 transformers model with eager attention, in evaluation mode."""
     config = make_config(CASES[case] if isinstance(case, str) else case)
     config._attn_implementation = "eager"
     model = transformers.PaliGemmaForConditionalGeneration(config).eval()
@@ -163,10 +160,10 @@ def make_model(case: Case | str, seed: int = 0) -> transformers.PaliGemmaForCond
 
 
 def random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """One tensor, float32: what its name calls for, so that it matters and nothing overflows.
+    """Return a random float32 tensor, scaled by the kind of parameter.
 
-    Gemma's norms multiply by 1 + weight, SigLIP's by weight. The decoder's last norm gets factors of either sign:
-    with a tied head and positive ones, the likeliest next token would be the last token again.
+    Gemma's norms multiply by 1 + weight, SigLIP's by weight. The decoder's final norm has factors of both signs: with
+    a tied head and positive factors, the most probable next token would be the previous token.
     """
     noise = torch.randn(shape, generator=generator)
     if name.endswith(".bias"):
@@ -186,7 +183,7 @@ def random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> T
 
 # Files ------------------------------------------------------------------------------------------------------------
 
-# What the hub's config.json files hold. What they leave out has to come from defaults.
+# Keys of the hub's config.json files. All other values are defaults.
 SPARSE_TOP_KEYS = {
     *("architectures", "bos_token_id", "eos_token_id", "hidden_size", "image_token_index", "model_type"),
     *("pad_token_id", "projection_dim", "torch_dtype", "text_config", "vision_config"),
@@ -209,14 +206,17 @@ SPARSE_TEXT_KEYS = {
 
 
 def sparse_config(full: dict[str, Any]) -> dict[str, Any]:
-    """A full config.json reduced to the keys of the hub's.
+    """Reduce a full config.json to the keys of the hub's files.
 
-    The left-out values must be the defaults: for PaliGemma 1 head_dim 256, for PaliGemma 2 that and 8 heads. The
-    vision tower's `image_size` is left out at 224 only.
+    Omitted values must be defaults: head_dim 256 and, for PaliGemma 2, 8 heads. The vision tower's `image_size` is
+    omitted only if it is 224.
     """
     text, vision = full["text_config"], full["vision_config"]
     if text["head_dim"] != 256 or (text["model_type"] == "gemma2" and text["num_attention_heads"] != 8):
-        raise ValueError("a sparse config.json means head_dim 256 and, for PaliGemma 2, 8 heads; this model differs")
+        raise ValueError(
+            "a sparse config.json requires head_dim 256 and, for PaliGemma 2, 8 heads, got "
+            f"head_dim {text['head_dim']} and {text['num_attention_heads']} heads."
+        )
     stored_dtype = {"torch_dtype": full["dtype"]}
     text, vision = {**text, **stored_dtype}, dict(vision)
     vision_keys = SPARSE_VISION_KEYS | (set() if vision["image_size"] == 224 else {"image_size"})
@@ -232,7 +232,7 @@ def _only(data: dict[str, Any], keys: set[str]) -> dict[str, Any]:
 
 
 def hub_name(name: str) -> str:
-    """A parameter's name in transformers 5 (`model.vision_tower.embeddings…`) as the hub's files spell it."""
+    """Convert a parameter name of transformers 5 (`model.vision_tower.embeddings…`) to the key of the hub's files."""
     prefixes = {
         "model.language_model.": "language_model.model.",
         "model.vision_tower.": "vision_tower.vision_model.",
@@ -244,7 +244,7 @@ def hub_name(name: str) -> str:
 
 
 def transformers_4_52_name(name: str) -> str:
-    """The same as transformers 4.52 wrote it: everything under `model.`, and `vision_model` still there."""
+    """Convert a parameter name of transformers 5 to that of transformers 4.52, with `vision_model`."""
     return name.replace("model.vision_tower.", "model.vision_tower.vision_model.", 1)
 
 
@@ -255,16 +255,16 @@ def save_layout(
     sharded: bool = False,
     sparse: bool = False,
 ) -> Path:
-    """Write a checkpoint folder: weights, config.json, generation_config.json, tokenizer, image settings.
+    """Write a checkpoint folder: weights, config.json, generation_config.json, tokenizer and image processor.
 
     Args:
-        layout: one of LAYOUTS: the keys of Google's files on the hub; those of transformers 4.52; of transformers 5;
-            of transformers 5 with save_original_format=False. transformers itself writes the last two.
-        sharded: several files and an index, cut at SHARD_SIZE.
-        sparse: a config.json that leaves out what the hub's leave out.
+        layout: one of LAYOUTS: keys of Google's files on the hub, of transformers 4.52, of transformers 5, or of
+            transformers 5 with save_original_format=False. transformers itself writes the last two.
+        sharded: write shards of at most SHARD_SIZE and an index.
+        sparse: write a config.json with only the keys of the hub's files.
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; allowed are {LAYOUTS}")
+        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}.")
     folder = Path(folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -280,14 +280,14 @@ def save_layout(
     return folder
 
 
-def save_config_files(config: transformers.PaliGemmaConfig, folder: Path, sparse: bool) -> None:
-    """All files of a checkpoint folder but the weights."""
+def save_config_files(config: Any, folder: Path, sparse: bool) -> None:
+    """Write all files of a checkpoint folder except the weights."""
     config.save_pretrained(folder)
     if sparse:
         config_file = folder / "config.json"
         _write_json(config_file, sparse_config(json.loads(config_file.read_text(encoding="utf-8"))))
     _write_json(folder / "generation_config.json", {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0})
-    save_processor_files(folder, config.vision_config.image_size, num_pieces=config.image_token_index)
+    save_processor_files(folder, config.vision_config.image_size, image_token_id=config.image_token_index)
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

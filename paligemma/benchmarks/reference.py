@@ -1,7 +1,7 @@
-"""One checkpoint, answered by transformers and by this package, and how far the two lie apart.
+"""Run a checkpoint with transformers and with this package, and compare inputs, greedy answers and logits.
 
 The reference is transformers with eager attention, `token_type_ids` of zero in the prefix and SigLIP's Pillow image
-processor. Both sides go the way a user goes: from files, a picture and a prompt.
+processor. Both implementations load the checkpoint from files and preprocess image and prompt themselves.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 import paligemma
 from paligemma.kv_cache import KVCache
 
-PREFIX_ROWS = 64  # of the prefix's logits, the last so many are compared; all of them would take 4 GB at 896 pixels
+PREFIX_POSITIONS = 64  # last prefix positions whose logits are compared; all would take 4 GB at 896 pixels
 
 
 @dataclass(frozen=True)
 class Request:
-    """A picture and a prompt."""
+    """An image and a prompt."""
 
     image: Image.Image
     prompt: str
@@ -31,13 +31,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one side made of a request.
+    """Inputs and outputs of one implementation for a request.
 
     Attributes:
         input_ids: (prefix tokens,). pixels: (3, size, size), float32.
-        greedy: the greedy answer's ids.
-        logits: float32, (rows, pieces): at the end of the prefix and behind each token of the answer that was fed, for
-            the ids that have a tokenizer piece.
+        greedy: token ids of the greedy answer.
+        logits: float32, (positions, tokenizer vocabulary): the last prefix positions and each answer token.
     """
 
     input_ids: Tensor
@@ -46,28 +45,28 @@ class Sample:
     logits: Tensor
 
 
-def random_picture(seed: int) -> Image.Image:
-    """Colored blocks, 90 x 70 pixels: enough for resizing and every patch to matter."""
+def random_image(seed: int) -> Image.Image:
+    """Return an image of random colored blocks, 90 x 70 pixels."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (7, 9, 3), generator=generator, dtype=torch.uint8)
     return Image.fromarray(blocks.numpy()).resize((90, 70), Image.Resampling.NEAREST)
 
 
 def load_reference(folder: Path, dtype: torch.dtype | str) -> transformers.PaliGemmaForConditionalGeneration:
-    """transformers' model, with eager attention; "auto" keeps the stored type."""
+    """Load the transformers model with eager attention; "auto" keeps the stored dtype."""
     return transformers.PaliGemmaForConditionalGeneration.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager"
     ).eval()
 
 
 def load_reference_processor(folder: Path) -> transformers.PaliGemmaProcessor:
-    """transformers' processor, with Pillow's resizing."""
+    """Load the transformers processor with Pillow resizing."""
     return transformers.AutoProcessor.from_pretrained(folder, backend="pil")
 
 
 def reference_inputs(processor: transformers.PaliGemmaProcessor, request: Request) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask` and `pixel_values` of one request."""
-    # The token stands for the picture; without it the processor adds the same and warns.
+    """Return `input_ids`, `attention_mask` and `pixel_values` of one request."""
+    # Without "<image>", the processor adds it and warns.
     inputs = processor(images=request.image, text="<image>" + request.prompt, return_tensors="pt")
     return {name: inputs[name] for name in ("input_ids", "attention_mask", "pixel_values")}
 
@@ -79,11 +78,11 @@ def reference_samples(
     num_tokens: int,
     answers: Sequence[Sequence[int]] = (),
 ) -> list[Sample]:
-    """transformers' side.
+    """Run transformers.
 
     Args:
-        num_tokens: longest greedy answer.
-        answers: fed behind each prefix for the logits; none: the greedy ones.
+        num_tokens: maximum length of the greedy answer.
+        answers: token ids appended to each prefix for the logits (default: the greedy answers).
     """
     model, processor = load_reference(folder, dtype), load_reference_processor(folder)
     config = paligemma.PaliGemmaConfig.from_folder(folder)
@@ -94,7 +93,9 @@ def reference_samples(
         greedy = _reference_greedy(model, inputs, num_tokens, config, allowed)
         logits = _reference_logits(model, inputs, answers[index] if answers else greedy)
         samples.append(
-            Sample(inputs["input_ids"][0], inputs["pixel_values"][0], greedy, pieces_only(logits, config, allowed))
+            Sample(
+                inputs["input_ids"][0], inputs["pixel_values"][0], greedy, select_token_logits(logits, config, allowed)
+            )
         )
     return samples
 
@@ -124,7 +125,7 @@ def _reference_greedy(
 def _reference_logits(
     model: transformers.PaliGemmaForConditionalGeneration, inputs: dict[str, Tensor], answer: Sequence[int]
 ) -> Tensor:
-    """Prefix and answer in one pass, the answer marked as a causal suffix."""
+    """Return the logits of prefix and answer from one forward pass, with the answer as a causal suffix."""
     prefix, suffix = inputs["input_ids"], torch.tensor([list(answer)])
     input_ids = torch.cat((prefix, suffix), dim=1)
     output = model(
@@ -132,7 +133,7 @@ def _reference_logits(
         pixel_values=inputs["pixel_values"].to(model.dtype),
         attention_mask=torch.ones_like(input_ids),
         token_type_ids=torch.cat((torch.zeros_like(prefix), torch.ones_like(suffix)), dim=1),
-        logits_to_keep=min(prefix.shape[1], PREFIX_ROWS) + len(answer),
+        logits_to_keep=min(prefix.shape[1], PREFIX_POSITIONS) + len(answer),
     )
     return output.logits[0].float()
 
@@ -145,7 +146,7 @@ def our_samples(
     answers: Sequence[Sequence[int]],
     quantize: str | None = None,
 ) -> list[Sample]:
-    """This package's side, with a cache; `answers` are fed token by token for the logits."""
+    """Run this package with a KV cache; `answers` are decoded token by token for the logits."""
     vlm = paligemma.load(folder, device="cpu", dtype=dtype, quantize=quantize)
     allowed = vlm.processor.allowed_tokens(vlm.config.text_config.vocab_size)
     samples = []
@@ -154,7 +155,12 @@ def our_samples(
         greedy = vlm.generate(request.image, request.prompt, max_new_tokens=num_tokens).token_ids
         logits = our_logits(vlm.model, inputs, answer)
         samples.append(
-            Sample(inputs["input_ids"][0], inputs["pixel_values"][0], greedy, pieces_only(logits, vlm.config, allowed))
+            Sample(
+                inputs["input_ids"][0],
+                inputs["pixel_values"][0],
+                greedy,
+                select_token_logits(logits, vlm.config, allowed),
+            )
         )
     return samples
 
@@ -164,27 +170,27 @@ def our_logits(
     model: paligemma.PaliGemmaForConditionalGeneration,
     inputs: dict[str, Tensor],
     answer: Sequence[int],
-    prefix_rows: int = PREFIX_ROWS,
+    prefix_positions: int = PREFIX_POSITIONS,
 ) -> Tensor:
-    """Logits of the prefix's last rows and behind each token of the answer, which is fed as it would be generated."""
+    """Return the logits of the last prefix positions and of each answer token, decoded with a KV cache."""
     prefix = inputs["input_ids"]
     cache = KVCache(model.config, 1, prefix.shape[1] + len(answer), model.activation_dtype, model.device)
-    rows = [model(prefix, inputs["pixel_values"], kv_cache=cache, logits_to_keep=prefix_rows)["logits"][0]]
-    rows += [model(torch.tensor([[token]]), kv_cache=cache)["logits"][0] for token in answer]
-    return torch.cat(rows)
+    logits = [model(prefix, inputs["pixel_values"], kv_cache=cache, logits_to_keep=prefix_positions)["logits"][0]]
+    logits += [model(torch.tensor([[token]]), kv_cache=cache)["logits"][0] for token in answer]
+    return torch.cat(logits)
 
 
 def allowed_tokens(folder: Path, config: paligemma.PaliGemmaConfig) -> Tensor:
-    """Which ids may be sampled, (vocabulary,), bool."""
+    """Return the mask of allowed tokens: bool, (vocab_size,)."""
     processor = paligemma.PaliGemmaProcessor.from_folder(folder, config)
     return processor.allowed_tokens(config.text_config.vocab_size)
 
 
-def pieces_only(logits: Tensor, config: paligemma.PaliGemmaConfig, allowed: Tensor) -> Tensor:
-    """The columns of ids with a tokenizer piece: those that may be sampled, and the image token where it has a row."""
-    with_piece = allowed.clone()
-    with_piece[config.image_token_index : config.image_token_index + 1] = True
-    return logits[:, with_piece]
+def select_token_logits(logits: Tensor, config: paligemma.PaliGemmaConfig, allowed: Tensor) -> Tensor:
+    """Select the logits of tokens in the tokenizer: allowed tokens, and the image token if it has an embedding."""
+    in_tokenizer = allowed.clone()
+    in_tokenizer[config.image_token_index : config.image_token_index + 1] = True
+    return logits[:, in_tokenizer]
 
 
 # Measures ---------------------------------------------------------------------------------------------------------
@@ -192,7 +198,7 @@ def pieces_only(logits: Tensor, config: paligemma.PaliGemmaConfig, allowed: Tens
 
 @dataclass(frozen=True)
 class Agreement:
-    """How two sides' samples of the same requests compare."""
+    """Comparison of two implementations on the same requests."""
 
     ids_equal: bool
     pixels_equal: bool
@@ -201,7 +207,7 @@ class Agreement:
 
 
 def agreement(ours: Sequence[Sample], reference: Sequence[Sample]) -> Agreement:
-    """Compare sample by sample."""
+    """Compare the samples pairwise."""
     pairs = list(zip(ours, reference, strict=True))
     return Agreement(
         ids_equal=all(torch.equal(a.input_ids, b.input_ids) for a, b in pairs),
@@ -212,7 +218,7 @@ def agreement(ours: Sequence[Sample], reference: Sequence[Sample]) -> Agreement:
 
 
 def mean_relative_error(samples: Sequence[Sample], reference: Sequence[Sample]) -> float:
-    """Mean over the samples of |a - b| / |b|, 2-norms over all compared logits."""
+    """Return the mean over samples of |a - b| / |b|, with 2-norms over all compared logits."""
     errors = [
         (torch.linalg.vector_norm(a.logits - b.logits) / torch.linalg.vector_norm(b.logits)).item()
         for a, b in zip(samples, reference, strict=True)

@@ -1,15 +1,15 @@
-"""Does a running app stay right and stay small? Cancels, a crowd, a full line, and many short runs, over HTTP.
+"""Soak test: cancellation, concurrent requests, a full queue and memory growth of a running app, over HTTP.
 
     python -m paligemma.benchmarks.soak [--url http://127.0.0.1:7860 --pid PID] [--model FOLDER_OR_HUB_ID]
 
-Without --url it starts `app.py` itself, in a process of its own. Four things are done and measured:
+Without --url, the script starts `app.py` in a separate process. The stages:
 
-    cancels   20 requests, each cancelled as soon as it has begun; then a run gives what it gives alone
-    crowd     8 clients at once: all finish, each with what it gets alone
-    full      requests until the line is full: the next is refused in words, and those in line finish as alone
-    memory    500 short runs: behind the first 50, the server's memory grows by less than 20 KB a run
+    cancels   20 requests, each canceled as soon as it starts; the next request must return its reference answer
+    crowd     8 concurrent clients; each must receive the answer that the same request returns alone
+    full      requests until the queue is full; the next is rejected, and all accepted ones must return correct answers
+    memory    500 short requests; after a warm-up of 50, memory must grow by less than 20 KB per request
 
-The last line is JSON; the exit code is 1 where one of them failed. Memory is read from /proc, which only Linux has.
+The last line of the output is JSON. The exit code is 1 if a stage fails. Memory is read from /proc (Linux only).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from urllib.request import Request, urlopen
 from gradio_client import Client, handle_file
 
 ROOT = Path(__file__).parents[2]
-PICTURES = ROOT / "assets" / "examples"
+EXAMPLES = ROOT / "assets" / "examples"
 PROMPTS = ("caption en", "detect cat", "answer en what is this?", "segment cat")
 START_TIMEOUT_S = 300
-# Of a long request, which is cancelled early, or keeps the others waiting until the line is full.
-LONG_TOKENS = 200
+LONG_TOKENS = 200  # a request that is canceled, or that keeps the queue occupied
+CANCEL_DEADLINE_S = 1.0  # a fast model may generate this long before the cancel request arrives
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much is done; each at least 1, `warm_up` less than `runs`."""
+class Workload:
+    """Size of each stage. All values must be >= 1, and `runs` >= `warm_up` + 2."""
 
     cancels: int = 20
     clients: int = 8
@@ -54,35 +54,35 @@ class Plan:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value < 1:
-                raise ValueError(f"{name} is {value}; allowed are numbers of at least 1")
+                raise ValueError(f"{name} must be >= 1, got {value}.")
         if self.runs < self.warm_up + 2:
-            raise ValueError(f"runs is {self.runs}; behind a warm-up of {self.warm_up} a slope needs two more")
+            raise ValueError(f"runs must be >= warm_up + 2 = {self.warm_up + 2}, got {self.runs}.")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One of the four: whether it held, a sentence, and its figures."""
+    """Result of one stage: whether it passed, a summary, and the measured values."""
 
     name: str
     passed: bool
-    sentence: str
+    summary: str
     figures: dict[str, Any]
 
 
 class Server:
-    """A running app, and what is asked of it."""
+    """HTTP client of a running app; `pid` is the server process, needed to read its memory."""
 
     def __init__(self, url: str, pid: int | None) -> None:
         self.url = url
         self.pid = pid
-        self.images = sorted(PICTURES.glob("*.png"))
+        self.images = sorted(EXAMPLES.glob("*.png"))
         self._client = self.new_client()
 
     def new_client(self) -> Client:
         return Client(self.url, verbose=False)
 
     def submit(self, number: int, client: Client | None = None, **changes: Any) -> Any:
-        """Request `number` of a row in which pictures, prompts and seeds change; a gradio_client job."""
+        """Submit a request and return its gradio_client job; image, prompt and seed depend on `number`."""
         request = {
             "image": handle_file(self.images[number % len(self.images)]),
             "prompt": PROMPTS[number % len(PROMPTS)],
@@ -93,17 +93,17 @@ class Server:
         }
         return (client or self._client).submit(**{**request, **changes}, api_name="/generate")
 
-    def ask(self, number: int, client: Client | None = None, **changes: Any) -> list[tuple[int, float]]:
-        """The answer to a request: each token's id and logit. Raises what the server says went wrong."""
+    def generate(self, number: int, client: Client | None = None, **changes: Any) -> list[tuple[int, float]]:
+        """Return (token id, logit) of each generated token. Raises the server's error."""
         job = self.submit(number, client, **changes)
         events = list(job)
         job.result()
         return tokens_of(events)
 
     def cancel(self, job: Any) -> None:
-        """End a request of `submit` as the page's own script would.
+        """Cancel a submitted request as the page does.
 
-        At once: `job.cancel()` prepares a new connection first, and by then some tokens have been written.
+        `job.cancel()` of gradio_client opens a new connection first, which takes longer than several tokens.
         """
         events = self._client.config["dependencies"]
         body = {
@@ -116,124 +116,154 @@ class Server:
             reply.read()
 
     def resident_bytes(self) -> int:
-        """The memory that the server's process occupies."""
+        """Resident memory of the server process in bytes."""
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def tokens_of(events: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Id and logit of each token in the events of an answer."""
+    """Token id and logit of each event that contains a step."""
     return [(event["step"]["token_id"], event["step"]["logit"]) for event in events if event["step"]]
 
 
 def slope(values: Sequence[float]) -> float:
-    """Growth from one value to the next: the slope of the line of least squares through (0, 1, 2, ..., values)."""
+    """Least-squares slope of the values over their index."""
     return statistics.linear_regression(range(len(values)), values).slope
 
 
-# The four
+# Stages
 
 
-def cancel_first_steps(server: Server, plan: Plan) -> Outcome:
-    """Cancel each request as soon as the server has begun it, then run one undisturbed.
-
-    That is during the first step, unless the model is so fast that a few tokens come before the cancel arrives.
-    """
-    alone, long = server.ask(0), long_request(server)
+def cancel_requests(server: Server, workload: Workload) -> Outcome:
+    """Cancel long requests as soon as they start, then check that an undisturbed request is unaffected."""
+    expected, request = server.generate(0), long_request(server)
+    limit = max_tokens_before_cancel(server, request)
     counts = []
-    for _ in range(plan.cancels):
-        job = server.submit(0, **long)
+    for _ in range(workload.cancels):
+        job = server.submit(0, **request)
         next(iter(job))
         server.cancel(job)
         wait([job.future])
         counts.append(len(tokens_of(job.outputs())))
-    began = time.perf_counter()
-    after = server.ask(0)
-    seconds = time.perf_counter() - began
-    figures = {"cancelled": plan.cancels, "most_tokens": max(counts), "of": LONG_TOKENS, "next_s": round(seconds, 3)}
-    sentence = (
-        f"{plan.cancels} cancelled, after {max(counts)} of {LONG_TOKENS} tokens at most; the next took {seconds:.2f} s"
+    started = time.perf_counter()
+    actual = server.generate(0)
+    seconds = time.perf_counter() - started
+    figures = {
+        "cancelled": workload.cancels,
+        "most_tokens": max(counts),
+        "limit": limit,
+        "of": LONG_TOKENS,
+        "next_s": round(seconds, 3),
+    }
+    summary = (
+        f"{workload.cancels} requests canceled after at most {max(counts)} of {LONG_TOKENS} tokens (limit {limit}); "
+        f"the next request took {seconds:.2f} s"
     )
-    return Outcome("cancels", after == alone and max(counts) < LONG_TOKENS / 10, sentence, figures)
+    return Outcome("cancels", actual == expected and max(counts) <= limit, summary, figures)
+
+
+def max_tokens_before_cancel(server: Server, request: dict[str, Any]) -> int:
+    """Tokens that a canceled request may have generated: a tenth, or what the server generates in CANCEL_DEADLINE_S.
+
+    A server that completes the whole answer within the deadline may complete it before the cancel arrives.
+    """
+    started = time.perf_counter()
+    tokens = server.generate(0, **request)
+    tokens_per_s = len(tokens) / (time.perf_counter() - started)
+    return min(LONG_TOKENS, max(LONG_TOKENS // 10, round(CANCEL_DEADLINE_S * tokens_per_s)))
 
 
 def long_request(server: Server) -> dict[str, Any]:
-    """What changes a request into one of LONG_TOKENS tokens: its likeliest first token, again and again."""
-    (token_id, _), *_ = server.ask(0, temperature=0.0)
+    """Options of a request for LONG_TOKENS tokens, all forced to its most probable first token."""
+    (token_id, _), *_ = server.generate(0, temperature=0.0)
     return {"temperature": 0.0, "max_new_tokens": LONG_TOKENS, "forced_ids": [token_id] * LONG_TOKENS}
 
 
-def ask_in_a_crowd(server: Server, plan: Plan) -> Outcome:
-    """Ask from several clients at once and compare with the same requests one by one."""
-    numbers = range(plan.clients)
+def run_concurrent_clients(server: Server, workload: Workload) -> Outcome:
+    """Run the same requests sequentially and from concurrent clients, and compare the answers."""
+    numbers = range(workload.clients)
     clients = [server.new_client() for _ in numbers]
-    began = time.perf_counter()
-    alone = [server.ask(number) for number in numbers]
-    alone_s = time.perf_counter() - began
-    with ThreadPoolExecutor(plan.clients) as pool:
-        together = list(pool.map(server.ask, numbers, clients))
-    together_s = time.perf_counter() - began - alone_s
-    same = sum(left == right for left, right in zip(alone, together, strict=True))
-    figures = {"clients": plan.clients, "same": same, "alone_s": round(alone_s, 3), "together_s": round(together_s, 3)}
-    sentence = f"{same} of {plan.clients} got what they get alone, in {together_s:.2f} s; alone in {alone_s:.2f} s"
-    return Outcome("crowd", same == plan.clients, sentence, figures)
+    started = time.perf_counter()
+    sequential = [server.generate(number) for number in numbers]
+    sequential_s = time.perf_counter() - started
+    with ThreadPoolExecutor(workload.clients) as pool:
+        concurrent = list(pool.map(server.generate, numbers, clients))
+    concurrent_s = time.perf_counter() - started - sequential_s
+    same = sum(left == right for left, right in zip(sequential, concurrent, strict=True))
+    figures = {
+        "clients": workload.clients,
+        "same": same,
+        "alone_s": round(sequential_s, 3),
+        "together_s": round(concurrent_s, 3),
+    }
+    summary = (
+        f"{same} of {workload.clients} answers are identical; {concurrent_s:.2f} s concurrent, "
+        f"{sequential_s:.2f} s sequential"
+    )
+    return Outcome("crowd", same == workload.clients, summary, figures)
 
 
-def fill_the_line(server: Server, plan: Plan) -> Outcome:
-    """Send long requests until one is refused; all that were taken must end as one does alone."""
-    long = long_request(server)
-    alone = server.ask(0, **long)
+def fill_queue(server: Server, workload: Workload) -> Outcome:
+    """Submit long requests until one is rejected, and check the answers of all accepted ones."""
+    request = long_request(server)
+    expected = server.generate(0, **request)
     jobs: list[Any] = []
-    while len(jobs) < plan.flood and not any(map(failure_of, jobs)):
-        jobs.append(server.submit(0, **long))
-        time.sleep(0.02)  # one after the other, as visitors come
+    while len(jobs) < workload.flood and not any(map(failure_of, jobs)):
+        jobs.append(server.submit(0, **request))
+        time.sleep(0.02)
     wait([job.future for job in jobs])
-    words = [str(error) for error in map(failure_of, jobs) if error]
-    taken = [job for job in jobs if not failure_of(job)]
-    right = sum(tokens_of(job.outputs()) == alone for job in taken)
-    figures = {"taken": len(taken), "right": right, "refused": len(words), "words": words[:1]}
-    sentence = f"{len(taken)} were taken, {right} of them right; {len(words)} refused: {words[:1]}"
-    return Outcome("full", right == len(taken) and any(" " in said for said in words), sentence, figures)
+    errors = [str(error) for error in map(failure_of, jobs) if error]
+    accepted = [job for job in jobs if not failure_of(job)]
+    correct = sum(tokens_of(job.outputs()) == expected for job in accepted)
+    figures = {"taken": len(accepted), "right": correct, "refused": len(errors), "words": errors[:1]}
+    summary = f"{len(accepted)} accepted, {correct} correct; {len(errors)} rejected: {errors[:1]}"
+    has_message = any(" " in error for error in errors)
+    return Outcome("full", correct == len(accepted) and has_message, summary, figures)
 
 
 def failure_of(job: Any) -> BaseException | None:
-    """What a job has failed with so far."""
+    """The error of a finished job, or None."""
     return job.exception() if job.done() else None
 
 
-def run_many(server: Server, plan: Plan) -> Outcome:
-    """Make short runs and fit a line to the server's memory behind the warm-up."""
+def measure_memory_growth(server: Server, workload: Workload) -> Outcome:
+    """Run short requests and fit a line to the server's resident memory after the warm-up."""
     if server.pid is None:
-        return Outcome("memory", False, "memory was not measured: name the server's process with --pid", {})
+        return Outcome("memory", False, "memory is not measured; pass the server's process id with --pid", {})
     sizes = []
-    began = time.perf_counter()
-    for number in range(plan.runs):
-        server.ask(number, max_new_tokens=4)
+    started = time.perf_counter()
+    for number in range(workload.runs):
+        server.generate(number, max_new_tokens=4)
         sizes.append(server.resident_bytes())
-    seconds = time.perf_counter() - began
-    growth_kb = slope(sizes[plan.warm_up :]) / 1000
-    megabytes = [round(sizes[place] / 1e6, 1) for place in (0, plan.warm_up, -1)]
-    figures = {"runs": plan.runs, "kb_a_run": round(growth_kb, 3), "megabytes": megabytes, "seconds": round(seconds, 1)}
-    sentence = (
-        f"{plan.runs} runs in {seconds:.0f} s; {growth_kb:+.2f} KB a run behind the first {plan.warm_up} (less than "
-        f"{plan.limit_kb:g} is asked); MB at the first, at {plan.warm_up}, at the last: {megabytes}"
+    seconds = time.perf_counter() - started
+    growth_kb = slope(sizes[workload.warm_up :]) / 1000
+    megabytes = [round(sizes[index] / 1e6, 1) for index in (0, workload.warm_up, -1)]
+    figures = {
+        "runs": workload.runs,
+        "kb_a_run": round(growth_kb, 3),
+        "megabytes": megabytes,
+        "seconds": round(seconds, 1),
+    }
+    summary = (
+        f"{workload.runs} requests in {seconds:.0f} s; {growth_kb:+.2f} KB per request after the first "
+        f"{workload.warm_up} (limit {workload.limit_kb:g} KB); MB at start, warm-up and end: {megabytes}"
     )
-    return Outcome("memory", growth_kb < plan.limit_kb, sentence, figures)
+    return Outcome("memory", growth_kb < workload.limit_kb, summary, figures)
 
 
-STAGES: dict[str, Callable[[Server, Plan], Outcome]] = {
-    "cancels": cancel_first_steps,
-    "crowd": ask_in_a_crowd,
-    "full": fill_the_line,
-    "memory": run_many,
+STAGES: dict[str, Callable[[Server, Workload], Outcome]] = {
+    "cancels": cancel_requests,
+    "crowd": run_concurrent_clients,
+    "full": fill_queue,
+    "memory": measure_memory_growth,
 }
 
 
-# The process
+# Process
 
 
 @contextmanager
 def started_app(model: str | None) -> Iterator[Server]:
-    """`app.py` in a process of its own, once its model is ready."""
+    """Start `app.py` in a separate process and yield its client once the model is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -247,21 +277,21 @@ def started_app(model: str | None) -> Iterator[Server]:
 
 
 def wait_until_ready(url: str, process: subprocess.Popen) -> str:
-    """The url, once the server there has a model; SystemExit when it ends, cannot load it, or takes too long."""
+    """Return the URL once the server's model is ready; SystemExit if it exits, fails to load, or times out."""
     end = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < end and process.poll() is None:
-        if answers(url):
+        if is_reachable(url):
             (model, *_) = Client(url, verbose=False).predict(api_name="/models")
             if model["state"] == "error":
                 raise SystemExit(model["message"])
             if model["state"] == "ready":
                 return url
         time.sleep(0.5)
-    raise SystemExit(f"{url} did not become ready")
+    raise SystemExit(f"{url} is not ready.")
 
 
-def answers(url: str) -> bool:
-    """Whether a server is there."""
+def is_reachable(url: str) -> bool:
+    """Whether a server responds at the URL."""
     try:
         with urlopen(url):
             return True
@@ -269,47 +299,49 @@ def answers(url: str) -> bool:
         return False
 
 
-def soak(server: Server, plan: Plan, names: Sequence[str]) -> list[Outcome]:
-    """Do the named stages one after the other and print each as it ends."""
+def soak(server: Server, workload: Workload, names: Sequence[str]) -> list[Outcome]:
+    """Run the named stages in order and print each result."""
     outcomes = []
     for name in names:
-        outcome = STAGES[name](server, plan)
-        print(f"{'ok  ' if outcome.passed else 'FAIL'} {outcome.name}: {outcome.sentence}", flush=True)
+        outcome = STAGES[name](server, workload)
+        print(f"{'ok  ' if outcome.passed else 'FAIL'} {outcome.name}: {outcome.summary}", flush=True)
         outcomes.append(outcome)
     print(json.dumps({outcome.name: {"passed": outcome.passed, **outcome.figures} for outcome in outcomes}))
     return outcomes
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url", help="of a running app (default: one is started)")
-    parser.add_argument("--pid", type=int, help="the process of the app at --url, whose memory is read")
-    parser.add_argument("--model", help="a folder or a hub id for the app that is started (default: the bundled model)")
-    parser.add_argument("--only", nargs="+", choices=STAGES, default=list(STAGES), help="stages (default: all)")
-    defaults = Plan()
-    parser.add_argument("--cancels", type=int, default=defaults.cancels, help="default: %(default)s")
-    parser.add_argument("--clients", type=int, default=defaults.clients, help="at once (default: %(default)s)")
-    parser.add_argument(
-        "--flood", type=int, default=defaults.flood, help="most requests to fill the line (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        prog="python -m paligemma.benchmarks.soak", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--runs", type=int, default=defaults.runs, help="default: %(default)s")
-    parser.add_argument(
-        "--warm-up", type=int, default=defaults.warm_up, help="runs not looked at (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--limit-kb", type=float, default=defaults.limit_kb, help="growth of a run (default: %(default)s)"
-    )
+    parser.add_argument("--url", help="URL of a running app (default: start one)")
+    parser.add_argument("--pid", type=int, help="process id of the app at --url, to read its memory")
+    parser.add_argument("--model", help="checkpoint folder or hub id of the started app (default: bundled model)")
+    parser.add_argument("--only", nargs="+", choices=STAGES, default=list(STAGES), help="stages to run (default: all)")
+    defaults = Workload()
+    helps = {
+        "cancels": "requests to cancel",
+        "clients": "concurrent clients",
+        "flood": "maximum requests to fill the queue",
+        "runs": "requests of the memory stage",
+        "warm_up": "requests before memory growth is measured",
+        "limit_kb": "maximum memory growth per request, in KB",
+    }
+    for name, text in helps.items():
+        default = getattr(defaults, name)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(default), default=default, help=f"{text} (default: %(default)s)")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    chosen = build_parser().parse_args(arguments)
-    plan = Plan(**{name: getattr(chosen, name) for name in asdict(Plan())})
-    if chosen.url:
-        outcomes = soak(Server(chosen.url, chosen.pid), plan, chosen.only)
+    options = build_parser().parse_args(arguments)
+    workload = Workload(**{name: getattr(options, name) for name in asdict(Workload())})
+    if options.url:
+        outcomes = soak(Server(options.url, options.pid), workload, options.only)
     else:
-        with started_app(chosen.model) as server:
-            outcomes = soak(server, plan, chosen.only)
+        with started_app(options.model) as server:
+            outcomes = soak(server, workload, options.only)
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 
