@@ -1,4 +1,4 @@
-"""Values that nobody thought of (hypothesis): each is answered or refused with the errors that are documented."""
+"""Property tests with random values: each is answered, or rejected with a documented error."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from test_webapp import VERSIONS, make_run
+from run_helpers import VERSIONS, make_run
 from webapp_helpers import decoded, ready_served_model, submit_run, upload
 
 import paligemma
 from paligemma.generation import NonFiniteLogitsError
 from paligemma.parsing import parse
 from paligemma.webapp import api, events, handlers, run_file
-from paligemma.webapp.images import FORMATS, decode_image
 from paligemma.webapp.page_update import encode_update, show_earlier_run
 from paligemma.webapp.render import objects
 from paligemma.webapp.served_models import ServedModel
 from paligemma.webapp.session import Session
+from paligemma.webapp.uploads import FORMATS, decode_image
 
-# A hosted run repeats the same examples; elsewhere they are new ones each time.
+# CI repeats the same examples; elsewhere they are new in each run.
 settings.register_profile(
     "fuzz",
     deadline=None,
@@ -48,7 +48,7 @@ ANY_JSON = st.recursive(
     max_leaves=8,
 )
 ANY_PROMPT = st.one_of(ANY_TEXT, ANY_TEXT, ANY_TEXT, ANY_VALUE)
-GOOD_REQUESTS = st.fixed_dictionaries(
+VALID_REQUESTS = st.fixed_dictionaries(
     {
         "max_new_tokens": st.integers(1, 3),
         "temperature": st.one_of(st.just(0), st.floats(0, 100)),
@@ -64,15 +64,15 @@ GOOD_REQUESTS = st.fixed_dictionaries(
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
-    """What a careful client sends, in which at most one value is odd: two would hide one another."""
-    request = draw(GOOD_REQUESTS)
-    odd = draw(st.sampled_from((*[None] * len(request), *request)))
-    return request | ({odd: draw(ANY_VALUE)} if odd else {})
+    """A valid request with at most one random value; a second one would never be reached."""
+    request = draw(VALID_REQUESTS)
+    field = draw(st.sampled_from((*[None] * len(request), *request)))
+    return request | ({field: draw(ANY_VALUE)} if field else {})
 
 
 @st.composite
 def images(draw: st.DrawFn) -> Image.Image:
-    """Noise of any mode and a small size, with the metadata that a file may bring."""
+    """A small image of noise in any mode, with metadata as from a file."""
     image = Image.new(draw(st.sampled_from(MODES)), (draw(st.integers(1, 40)), draw(st.integers(1, 40))))
     image.frombytes(np.random.default_rng(draw(st.integers(0, 99))).bytes(len(image.tobytes())))
     values = st.one_of(st.binary(max_size=20), st.integers(-1, 300), st.tuples(st.integers(0, 255)))
@@ -81,8 +81,8 @@ def images(draw: st.DrawFn) -> Image.Image:
 
 
 @st.composite
-def altered(draw: st.DrawFn, file: bytes) -> bytes:
-    """A file with some bytes changed, left out or put in."""
+def mutated(draw: st.DrawFn, file: bytes) -> bytes:
+    """A file with some bytes changed, removed or inserted."""
     changed = bytearray(file)
     for _ in range(draw(st.integers(1, 6))):
         start = draw(st.integers(0, len(changed)))
@@ -91,7 +91,7 @@ def altered(draw: st.DrawFn, file: bytes) -> bytes:
     return bytes(changed)
 
 
-# Pictures, prompts, numbers
+# Images, prompts, numbers
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def served_model(tiny_checkpoint) -> ServedModel:
 
 @settings(max_examples=150)
 @given(image=images(), prompt=ANY_PROMPT, request=requests())
-def test_the_library_answers_or_raises_what_it_says(served_model, image, prompt, request):
+def test_the_library_answers_or_raises_a_documented_error(served_model, image, prompt, request):
     try:
         steps = list(itertools.islice(served_model.model.stream(image, prompt, **request), 3))
     except (ValueError, NonFiniteLogitsError) as error:
@@ -115,29 +115,35 @@ def test_the_library_answers_or_raises_what_it_says(served_model, image, prompt,
 
 @settings(max_examples=150)
 @given(prompt=ANY_PROMPT, request=requests())
-def test_the_page_and_the_api_answer_or_say_what_is_wrong(served_model, image_file, prompt, request):
+def test_the_page_and_the_api_answer_or_report_an_error(served_model, image_file, prompt, request):
     on_page = {name: value for name, value in request.items() if name not in ("forced_ids", "time_limit")}
     session = Session((served_model,))
     submit_run(session, image_file, prompt, **on_page)
     page_update = list(handlers.run_pending(session))
     assert all(one.encode() for one in page_update if isinstance(one, str))
-    assert decoded(page_update[-1]).status["kind"] in ("done", "error")
+    status = decoded(page_update[-1]).status
+    assert status["kind"] in ("done", "error") and status.get("code") != "server.internal"
     try:
         assert json.dumps(
             list(api.answer_over_api((served_model,), upload(image_file), prompt, **request))[-1], allow_nan=False
         )
     except gr.Error as error:
-        assert error.message
+        assert error.message and not error.message.startswith("Internal error")
 
 
-FILES = [files.saved(files.RGB, format_name) for format_name in FORMATS]
-FILES += [files.turned(6), files.with_palette_transparency(), files.animation("GIF", 3), files.animation("WEBP", 3)]
-FILES += [files.saved(files.RGB.convert("F"), "TIFF"), files.saved(files.RGB, "TIFF", compression="tiff_lzw")]
+FILES = [files.encode(files.RGB, format_name) for format_name in FORMATS]
+FILES += [
+    files.with_orientation(6),
+    files.with_palette_transparency(),
+    files.animation("GIF", 3),
+    files.animation("WEBP", 3),
+]
+FILES += [files.encode(files.RGB.convert("F"), "TIFF"), files.encode(files.RGB, "TIFF", compression="tiff_lzw")]
 
 
 @settings(max_examples=300)
-@given(file=st.sampled_from(FILES).flatmap(altered))
-def test_a_damaged_picture_is_read_or_refused(file):
+@given(file=st.sampled_from(FILES).flatmap(mutated))
+def test_a_corrupt_image_is_decoded_or_rejected(file):
     try:
         image = decode_image(file)
     except ValueError as error:
@@ -146,7 +152,7 @@ def test_a_damaged_picture_is_read_or_refused(file):
     assert image.mode == "RGB" and not image.info
 
 
-# Answers of a model
+# Answers
 
 LOCATION = st.integers(0, 1023).map("<loc{:04d}>".format)
 PIECES = st.one_of(
@@ -161,62 +167,62 @@ PIECES = st.one_of(
 
 @settings(max_examples=300)
 @given(pieces=st.lists(PIECES, max_size=30), width=st.integers(1, 10**7), height=st.integers(1, 10**7))
-def test_any_text_is_parsed_whole_and_while_it_grows(pieces, width, height):
+def test_any_answer_is_parsed_complete_or_growing(pieces, width, height):
     text = "".join(pieces)
     parsed = parse(text, width, height)
-    for found in parsed.detections:
-        x_min, y_min, x_max, y_max = found.box
+    for detection in parsed.detections:
+        x_min, y_min, x_max, y_max = detection.box
         assert 0 <= x_min <= x_max < width and 0 <= y_min <= y_max < height
-        assert ";" not in found.label and not found.growing and len(found.seg or ()) in (0, 16)
+        assert ";" not in detection.label and not detection.growing and len(detection.seg or ()) in (0, 16)
     spans = sorted(one.span for one in (*parsed.detections, *parsed.problems))
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
     assert all(text[slice(*one.span)] == one.text and one.reason for one in parsed.problems)
-    closed: list = []
+    complete: list = []
     for end in itertools.accumulate(map(len, pieces)):
-        growing = [one for one in parse(text[:end], width, height, ended=False).detections if not one.growing]
-        assert growing[: len(closed)] == closed  # what is closed stays as it is
-        closed = growing
+        found = [one for one in parse(text[:end], width, height, ended=False).detections if not one.growing]
+        assert found[: len(complete)] == complete  # does not change later
+        complete = found
 
 
 @settings(max_examples=60)
 @given(pieces=st.lists(PIECES, max_size=12))
-def test_any_answer_is_listed_and_sent(pieces):
+def test_the_objects_of_any_answer_are_json(pieces):
     run = make_run(1, *pieces)
     assert json.dumps(objects.object_list(run), allow_nan=False)
     assert json.dumps(events.detections(run.steps, run.image.size), allow_nan=False)
 
 
-# Imported runs
+# Run files
 
 RUN = run_file.write_run(make_run(1, "▁a", "<loc0001>"), VERSIONS)
 
 
-def places(value: Any, path: tuple = ()) -> list[tuple]:
+def paths(value: Any, path: tuple = ()) -> list[tuple]:
     """The path of every value in a JSON document."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(place for key, item in inner for place in places(item, (*path, key)))]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(inner for key, item in items for inner in paths(item, (*path, key)))]
 
 
 @st.composite
-def altered_runs(draw: st.DrawFn) -> bytes:
-    """A file whose values were changed, dropped or swapped."""
-    document = {"whole": json.loads(RUN)}
+def mutated_runs(draw: st.DrawFn) -> bytes:
+    """A run file with values changed, removed or swapped."""
+    document = {"root": json.loads(RUN)}
     for _ in range(draw(st.integers(1, 3))):
-        *folders, name = draw(st.sampled_from(places(document)[1:]))
+        *parents, name = draw(st.sampled_from(paths(document)[1:]))
         holder: Any = document
-        for folder in folders:
-            holder = holder[folder]
-        if draw(st.booleans()) and isinstance(holder, dict) and folders:
+        for parent in parents:
+            holder = holder[parent]
+        if draw(st.booleans()) and isinstance(holder, dict) and parents:
             del holder[name]
         else:
-            near = st.sampled_from(list(holder.values()) if isinstance(holder, dict) else holder)
-            holder[name] = draw(st.one_of(ANY_JSON, near))
-    return json.dumps(document["whole"]).encode("utf-8", "surrogatepass")
+            siblings = st.sampled_from(list(holder.values()) if isinstance(holder, dict) else holder)
+            holder[name] = draw(st.one_of(ANY_JSON, siblings))
+    return json.dumps(document["root"]).encode("utf-8", "surrogatepass")
 
 
 @settings(max_examples=300)
-@given(file=st.one_of(altered_runs(), altered(RUN.encode()), ANY_JSON.map(lambda value: json.dumps(value).encode())))
-def test_a_run_is_imported_and_shown_or_refused(served_model, file):
+@given(file=st.one_of(mutated_runs(), mutated(RUN.encode()), ANY_JSON.map(lambda value: json.dumps(value).encode())))
+def test_a_run_file_is_imported_or_rejected(served_model, file):
     try:
         run = run_file.read_run(file, 1)
     except ValueError as error:
@@ -224,5 +230,5 @@ def test_a_run_is_imported_and_shown_or_refused(served_model, file):
         return
     session = Session((served_model,))
     assert encode_update(session, show_earlier_run(session, session.history.add(run))).encode()
-    again = run_file.read_run(run_file.write_run(run, VERSIONS).encode(), 1)
-    assert again.steps == run.steps and again.request == run.request
+    imported = run_file.read_run(run_file.write_run(run, VERSIONS).encode(), 1)
+    assert imported.steps == run.steps and imported.request == run.request

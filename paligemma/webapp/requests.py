@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -47,6 +46,11 @@ def _empty_to_none(value: Any) -> Any:
     return None if value == "" else value
 
 
+def _to_unicode(prompt: Any) -> Any:
+    """Replace lone surrogates, which cannot be sent as UTF-8. None is the empty prompt."""
+    return replace_lone_surrogates(prompt) if isinstance(prompt, str) else "" if prompt is None else prompt
+
+
 _IN_RANGE = Field(ge=-MAX_NUMBER, le=MAX_NUMBER)
 WholeNumber = Annotated[int, Strict(), _IN_RANGE, BeforeValidator(_integral_float_to_int)]
 Number = Annotated[float, Strict(), _IN_RANGE, Field(allow_inf_nan=False)]
@@ -54,8 +58,7 @@ Prompt = Annotated[
     str,
     Strict(),
     Field(max_length=MAX_PROMPT_CHARACTERS),
-    AfterValidator(replace_lone_surrogates),  # they cannot be sent back as UTF-8
-    BeforeValidator(lambda prompt: "" if prompt is None else prompt),
+    BeforeValidator(_to_unicode),
 ]
 TokenIds = Annotated[tuple[WholeNumber, ...], FailFast(), BeforeValidator(lambda ids: () if ids is None else ids)]
 
