@@ -37,12 +37,12 @@ T = TypeVar("T")
 
 
 def _integral_float_to_int(value: Any) -> Any:
-    """JSON has one number type, so 5.0 is a whole number."""
+    """Accept 5.0 as a whole number: JSON has one number type."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _empty_to_none(value: Any) -> Any:
-    """An empty number field on the page is ""."""
+    """The value of an empty number field is ""."""
     return None if value == "" else value
 
 
@@ -54,12 +54,7 @@ def _to_unicode(prompt: Any) -> Any:
 _IN_RANGE = Field(ge=-MAX_NUMBER, le=MAX_NUMBER)
 WholeNumber = Annotated[int, Strict(), _IN_RANGE, BeforeValidator(_integral_float_to_int)]
 Number = Annotated[float, Strict(), _IN_RANGE, Field(allow_inf_nan=False)]
-Prompt = Annotated[
-    str,
-    Strict(),
-    Field(max_length=MAX_PROMPT_CHARACTERS),
-    BeforeValidator(_to_unicode),
-]
+Prompt = Annotated[str, Strict(), Field(max_length=MAX_PROMPT_CHARACTERS), BeforeValidator(_to_unicode)]
 TokenIds = Annotated[tuple[WholeNumber, ...], FailFast(), BeforeValidator(lambda ids: () if ids is None else ids)]
 
 
@@ -142,11 +137,11 @@ def check_prompt_length(processor: PaliGemmaProcessor, prompt: str) -> None:
 
 
 def quote(value: Any) -> str:
-    """Format a value of any type for an error message: strings are cut, and lists and others shown by their type."""
+    """Format a value of any type for an error message. Strings are cut; lists and objects are shown by their type."""
     if isinstance(value, str):
         return repr(value[:MAX_QUOTED_CHARACTERS])
     if isinstance(value, int) and abs(value) > MAX_NUMBER:
-        return "an integer of more than 64 bits"
+        return "an integer beyond 64 bits"
     return repr(value) if value is None or isinstance(value, int | float) else type(value).__name__
 
 

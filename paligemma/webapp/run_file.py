@@ -96,17 +96,19 @@ def read_run(file: bytes, number: int) -> Run:
     """
     with _reader_lock:
         document = _validate(_parse_json(file))
+        forced_ids = tuple(document.request.forced_ids)
         steps = _read_steps(document)
+        _check_run(steps, forced_ids, document.branched_at)
         image = _read_image(document.picture)
     return Run(
         number=number,
         image=image,
-        request={**dict(document.request), "forced_ids": tuple(document.request.forced_ids), "time_limit": None},
-        model=dict(document.model),
+        request={**vars(document.request), "forced_ids": forced_ids, "time_limit": None},
+        model=vars(document.model),
         branched_at=document.branched_at,
         steps=steps,
         finish_reason=document.finish_reason,
-        timing=Timing(**dict(document.timing)) if document.timing else None,
+        timing=Timing(**vars(document.timing)) if document.timing else None,
         imported=True,
     )
 
@@ -236,23 +238,23 @@ def _decode_base64_image(place: str, text: str, format_name: str, max_side: int)
 
 
 def _read_steps(document: RunFields) -> list[Step]:
-    """Build the steps of a run. Raises InputError if they contradict each other or the request."""
+    """Build the steps of a run. Raises InputError if the numbers of a step contradict each other."""
     steps: list[Step] = []
     text = ""
     for index, token in enumerate(document.tokens):
         text += token.text_delta
         is_last = index == len(document.tokens) - 1
         finish_reason: Any = document.finish_reason if is_last and document.finish_reason != "stopped" else None
-        fields = {**dict(token), "top": tuple(Candidate(**dict(candidate)) for candidate in token.top)}
+        fields = {**vars(token), "top": tuple(Candidate(**vars(candidate)) for candidate in token.top)}
         step = Step(**fields, index=index, text=text, finish_reason=finish_reason)
         _check_probabilities(step)
         _check_candidates(step)
         steps.append(step)
-    _check_run(steps, tuple(document.request.forced_ids), document.branched_at)
     return steps
 
 
 def _check_run(steps: Sequence[Step], forced_ids: tuple[int, ...], branched_at: int | None) -> None:
+    """Raise InputError unless the steps agree with each other, the forced tokens and the branch."""
     token_ids = tuple(step.token_id for step in steps)
     if token_ids[: len(forced_ids)] != forced_ids[: len(token_ids)]:
         raise InputError("run_file.forced_ids", "The tokens must begin with request.forced_ids.")

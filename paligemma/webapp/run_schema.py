@@ -80,7 +80,7 @@ class PictureFields(_Schema):
 
 
 class RequestFields(_Schema):
-    """Arguments of `PaliGemma.stream`. With `PictureFields.seen` as the image, they reproduce the tokens."""
+    """Arguments of `PaliGemma.stream` that reproduce the tokens, with `PictureFields.seen` as the image."""
 
     prompt: Prompt
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
