@@ -106,7 +106,7 @@ def run_until_done(page, prompt: str = "detect cat") -> None:
     wait_until_done(page)
 
 
-def pieces(page) -> list[str]:
+def shown_tokens(page) -> list[str]:
     return page.locator("#token-strip .token").all_text_contents()
 
 
@@ -133,7 +133,7 @@ def test_enter_starts_a_run_that_streams_tokens_and_candidates(page, model):
     assert page.locator("#status .status.busy").count() == 1
     wait_until_done(page)
     assert model.requests[-1]["prompt"] == "detect cat"
-    assert pieces(page) == SHOWN
+    assert shown_tokens(page) == SHOWN
     assert page.inner_text("#token-strip .text").endswith("&lt;")
     numbers = [int(title.split()[1]) for title in page.evaluate("titles") if title]
     assert numbers == sorted(numbers) and len(set(numbers)) > 3
@@ -227,7 +227,7 @@ def test_branch_regenerates_the_answer_and_keeps_both_runs(page, model):
     page.wait_for_selector("#status .status.busy")
     wait_until_done(page)
     assert model.requests[-1]["forced_ids"] == (0, 12)
-    assert pieces(page) == [SHOWN[0], "␣else", *SHOWN[2:]]
+    assert shown_tokens(page) == [SHOWN[0], "␣else", *SHOWN[2:]]
     page.click("#token-strip .token[data-index='0']")
     assert "copied from the parent run" in page.inner_text("#candidates .header")
     page.click("#token-strip .token[data-index='1']")
@@ -252,7 +252,7 @@ def test_step_generates_one_token(page):
         page.click("#step")
         wait_for_tokens(page, count)
         page.wait_for_selector("#status .status.idle")
-        assert pieces(page) == SHOWN[:count]
+        assert shown_tokens(page) == SHOWN[:count]
 
 
 @pytest.mark.parametrize("width", [1280, 800, 390])
@@ -444,7 +444,7 @@ def test_stop_ends_the_run_and_keeps_its_tokens(page):
     wait_for_tokens(page, 5)
     page.keyboard.press("Escape")
     page.wait_for_function("document.querySelector('#status .message').textContent.startsWith('Stopped')")
-    assert 3 <= len(pieces(page)) < len(SHOWN)
+    assert 3 <= len(shown_tokens(page)) < len(SHOWN)
 
 
 def test_run_replaces_a_run_in_progress(page, model, monkeypatch):
@@ -457,7 +457,7 @@ def test_run_replaces_a_run_in_progress(page, model, monkeypatch):
     monkeypatch.setattr(model, "seconds_per_token", 0.0)
     wait_until_done(page)
     assert model.requests[-1]["prompt"] == "detect three"
-    assert pieces(page) == SHOWN
+    assert shown_tokens(page) == SHOWN
 
 
 def test_bad_request_is_shown_as_status(page):
@@ -468,7 +468,7 @@ def test_bad_request_is_shown_as_status(page):
     page.click("#run")
     page.wait_for_selector("#status .status.error")
     assert page.inner_text("#status") == "Choose an image first."
-    assert pieces(page) == SHOWN  # the last answer is kept
+    assert shown_tokens(page) == SHOWN  # the last answer is kept
 
 
 def test_run_is_exported_and_imported(page, browser, url, tmp_path):
@@ -481,12 +481,12 @@ def test_run_is_exported_and_imported(page, browser, url, tmp_path):
     other.click("#tab-panel-runs")
     other.set_input_files("input[type=file][accept*=json]", str(tmp_path / "run.json"))
     wait_for_tokens(other, len(SHOWN))
-    assert pieces(other) == SHOWN and "imported" in other.inner_text("#runs")
+    assert shown_tokens(other) == SHOWN and "imported" in other.inner_text("#runs")
     other.wait_for_selector("#image-view .figure img")
     (tmp_path / "bad.json").write_text('{"format": "<img src=x onerror=alert(1)>"}')
     other.set_input_files("input[type=file][accept*=json]", str(tmp_path / "bad.json"))
     other.wait_for_selector("#status .status.error")
-    assert pieces(other) == SHOWN
+    assert shown_tokens(other) == SHOWN
     other.close()
 
 
@@ -596,4 +596,4 @@ def test_lost_update_is_requested_again(page):
     )
     run_until_done(page)
     assert page.evaluate("window.isLost")
-    assert pieces(page) == SHOWN
+    assert shown_tokens(page) == SHOWN
