@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from paligemma.training.masks import MaskEncoder
 from paligemma.training.model import bundled_config, initialize_weights
 from paligemma.training.options import TrainOptions
 from paligemma.training.resume import BEFORE_COOLDOWN, LATEST, find_resume_file, save_state
+from paligemma.training.train import LOG_EVERY, LogWriter
 from paligemma.training.vocabulary import Vocabulary
 
 QUESTIONS = [([2, 300, 301, 260], [310, 311, 1]), ([2, 302, 260], [1]), ([2, 303, 304, 260], [312, 313, 314, 1])]
@@ -166,3 +168,13 @@ def test_options_are_parsed_by_type_with_defaults_in_the_help(capsys):
 def test_unknown_precision_raises():
     with pytest.raises(ValueError, match="float16"):
         TrainOptions(precision="float16")
+
+
+def test_log_contains_mean_losses_and_evaluations(tmp_path):
+    log = LogWriter(tmp_path / "work" / "log.jsonl")
+    log.add_losses(LOG_EVERY - 1, "vision", {"total": 1.0})
+    log.add_losses(LOG_EVERY, "vision", {"total": 2.0})
+    log.write({"step": LOG_EVERY, "evaluation": {}})
+    losses, evaluation = map(json.loads, log.path.read_text(encoding="utf-8").splitlines())
+    assert (losses["step"], losses["vision_total"], "seconds" in losses) == (LOG_EVERY, 1.5, True)
+    assert evaluation == {"step": LOG_EVERY, "evaluation": {}}

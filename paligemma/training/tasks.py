@@ -4,8 +4,8 @@ Boxes are `<loc>` tokens of y_min, x_min, y_max, x_max; objects are separated by
 used (`LOCATION_GRID`): at 112 pixels, 1024 locations would spread the probability so thinly that "not in the image"
 would be more likely than any single one of them. The answer for an object that is not in the image is empty.
 
-Ambiguous questions are not asked, such as the position of an object on the border of two regions, or the neighbor of an
-object where two are about equally close.
+Ambiguous questions are excluded, such as the position of an object on the border of two regions, or the neighbor of an
+object if two others are about equally close.
 """
 
 import math
@@ -23,7 +23,6 @@ from paligemma.training.scenes import Scene, SceneObject
 
 LOCATION_STRIDE = 4
 LOCATION_GRID = (*range(0, LOCATION_BINS, LOCATION_STRIDE), LOCATION_BINS - 1)
-_LOCATION_GRID = np.array(LOCATION_GRID)
 
 REGIONS = (("top left", "top", "top right"), ("left", "center", "right"), ("bottom left", "bottom", "bottom right"))
 DIRECTIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
@@ -31,15 +30,15 @@ NOTHING = "nothing"
 
 # Smallest distance from a region's border, as a fraction of the image side, to ask "where".
 REGION_MARGIN = 0.025
-# Angle in degrees between the direction asked for and the direction of another object: up to INSIDE_ANGLE the object
-# lies there, from OUTSIDE_ANGLE it does not, and in between the question is ambiguous.
+# Angle in degrees between the direction in the question and the direction to another object: up to INSIDE_ANGLE the
+# object counts as being in that direction, from OUTSIDE_ANGLE it does not, and in between the question is ambiguous.
 INSIDE_ANGLE, OUTSIDE_ANGLE = 40.0, 65.0
 # Largest ratio of the distances of the nearest and the second object for the first one to be the answer.
 MAX_DISTANCE_RATIO = 0.85
 # Probability that `detect` or `segment` asks for a class that is not in the image.
 P_ABSENT = 0.025
-# Scenes with three or four objects of a class are rare. These weights make the answers 0 to 4 about equally frequent:
-# the first for the class to count, by its number, the second for the task, by the largest number in the scene.
+# Scenes with three or four objects of one class are rare. These weights make the answers 0 to 4 about equally frequent.
+# The first ones depend on the count of a class, the second ones, for the task, on the highest count in the scene.
 COUNT_ANSWER_WEIGHTS = (0.3, 0.26, 0.9, 2.6, 8.0)
 COUNT_TASK_FACTORS = (0.7, 1.2, 3.2, 10.0)
 
@@ -138,7 +137,8 @@ def sample_questions(
 
 def location_tokens(box: Sequence[float] | np.ndarray) -> str:
     """Format [x0, y0, x1, y1], fractions of the image side, as four `<loc>` tokens, rounded to LOCATION_GRID."""
-    bins = [LOCATION_GRID[np.abs(_LOCATION_GRID - value * LOCATION_BINS).argmin()] for value in box]
+    grid = np.array(LOCATION_GRID)
+    bins = [grid[np.abs(grid - value * LOCATION_BINS).argmin()] for value in box]
     return "".join(f"<loc{bins[axis]:04d}>" for axis in (1, 0, 3, 2))
 
 
@@ -153,7 +153,7 @@ def neighbor(scene: Scene, anchor: SceneObject, direction: str) -> str | None:
     """Name the nearest object in a direction (a key of DIRECTIONS) from `anchor`.
 
     Returns:
-        For example "a cat"; NOTHING if no object lies there; None if the answer is ambiguous, either by angle
+        For example "a cat"; NOTHING if there is none; None if the answer is ambiguous, either by angle
         (INSIDE_ANGLE, OUTSIDE_ANGLE) or because an object with another name is about as close (MAX_DISTANCE_RATIO).
     """
     candidates = []

@@ -3,12 +3,12 @@
 A PaliGemma of about five million parameters learns to caption, count, detect and segment emoji in scenes that are
 rendered during training. There are three stages:
 
-* vision: vision tower and projector are trained with per-patch labels (class, color, box, mask). This replaces SigLIP's
-  pre-training; without it, the decoder makes little progress for a long time.
-* packed: several questions about an image share its image tokens in one sequence. Image tokens attend to each other
-  only, unlike in PaliGemma. This is several times cheaper than one sequence per question.
-* single: PaliGemma's own sequences and attention, one question each, with the model's training forward pass. These are
-  every third step from the end of the vision stage, every second step in the cooldown, and all steps at its end.
+* vision: the vision tower and projector are trained with per-patch labels (class, color, box, mask). This replaces
+  SigLIP's pre-training; without it, the decoder makes little progress for a long time.
+* packed: several questions about an image share its image tokens in one sequence. Unlike in PaliGemma, image tokens do
+  not attend to the prompt. This is several times cheaper than one sequence per question.
+* single: one question per sequence, with PaliGemma's attention and the model's training forward pass. This is every
+  third step after the vision stage, every second step in the cooldown, and every step in the last third of it.
 
 An interrupted run resumes. A finished run can be extended with a larger `--steps`: it resumes from before the cooldown.
 Requires npm for the icons, the output of `paligemma.training.masks`, and, for compilation, a C++ compiler

@@ -27,6 +27,7 @@ class Vocabulary:
         class_token_ids, color_token_ids: (variants, names), tokens that name each class and color.
         centroids: (128, 256), cell shapes of the mask codes, see `MaskEncoder`.
         code_targets: (128, 128), soft targets of the mask codes.
+        code_noise: (128, 128), flatter distribution that `corrupt` samples from.
     """
 
     def __init__(self, mask_encoder: MaskEncoder) -> None:
@@ -46,9 +47,8 @@ class Vocabulary:
     def corrupt(self, ids: Tensor) -> Tensor:
         """Replace random location and mask tokens in the inputs (B, T) by similar ones; the targets stay correct.
 
-        The trained model's own predictions contain such errors. Without this, it learns to predict each token from
-        correct preceding ones only, and errors accumulate in generation (exposure bias, Bengio et al.,
-        https://arxiv.org/abs/1506.03099).
+        This reduces exposure bias: a model that is trained on correct preceding tokens only accumulates errors when it
+        generates (Bengio et al., https://arxiv.org/abs/1506.03099).
         """
         corrupted = torch.rand(ids.shape) < MAX_CORRUPTION * torch.rand(len(ids), 1)
         corrupted = corrupted.to(ids.device)
