@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="quantize weights; less memory, faster on a CPU, less accurate",
+        help="quantize the decoder's weights: less memory and faster on a CPU, but less accurate",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default: %(default)s)")
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
             options.device,
             options.dtype,
             options.quantize,
-            progress=print_progress(sys.stderr.isatty()),
+            progress=progress_printer(sys.stderr.isatty()),
         )
         steps = StepCollector(
             vlm.stream(
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def open_image(path: str) -> Image.Image:
-    """Open an image file, without decoding it.
+    """Open an image file without decoding it.
 
     Raises:
         InputError: if the file is missing, is not an image, or is so large that it may be a decompression bomb.
@@ -128,7 +128,7 @@ def open_image(path: str) -> Image.Image:
     try:
         return Image.open(path)
     except FileNotFoundError:
-        raise InputError("cli.image_missing", "There is no file {path}.", path=path) from None
+        raise InputError("cli.image_missing", "Image file not found: {path}.", path=path) from None
     except UnidentifiedImageError:
         raise InputError(
             "cli.image_format", "Unsupported or corrupt image: {path}. Use JPEG, PNG or WebP.", path=path
@@ -145,8 +145,8 @@ def format_step(step: Step) -> str:
     return f"{step.index:4d} {step.piece!r} {step.logit:.2f} {step.prob:.1%} | {candidates}\n"
 
 
-def print_progress(is_terminal: bool) -> Progress:
-    """Return a callback that updates a percentage on stderr; it prints nothing if stderr is not a terminal."""
+def progress_printer(is_terminal: bool) -> Progress:
+    """Return a callback that prints the percentage loaded to stderr, or nothing if stderr is not a terminal."""
     if not is_terminal:
         return lambda stage, done, total: None
 

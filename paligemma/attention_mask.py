@@ -1,4 +1,4 @@
-"""Attention masks: bool masks (which keys a query sees) and the additive masks made of them.
+"""Attention masks: bool masks (True: the query attends to the key) and additive masks built from them.
 
 Axes: B batch, T queries (new tokens), S keys (cached and new tokens). The queries are the last T of the S tokens.
 """
@@ -14,7 +14,7 @@ PREFIX, SUFFIX = 0, 1  # token types
 def prefix_lm_visible(query_types: Tensor, key_types: Tensor, window: int | None = None) -> Tensor:
     """Bidirectional attention within the prefix, causal attention in the suffix (arXiv 2407.07726, fig. 2).
 
-    Three prefix tokens and two suffix tokens (1: visible):
+    Three prefix tokens and two suffix tokens (1: attended to):
 
         [[1 1 1 0 0]
          [1 1 1 0 0]
@@ -24,7 +24,7 @@ def prefix_lm_visible(query_types: Tensor, key_types: Tensor, window: int | None
 
     Args:
         query_types: (B, T), `PREFIX` or `SUFFIX`. key_types: (B, S), likewise.
-        window: number of tokens that a suffix token sees, itself included; None: all. Prefix tokens ignore it.
+        window: number of tokens that a suffix token attends to, including itself; None: all. Ignored within the prefix.
 
     Returns:
         bool, (B, 1, T, S).
@@ -39,18 +39,18 @@ def prefix_lm_visible(query_types: Tensor, key_types: Tensor, window: int | None
 
 
 def within_window(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
-    """Return which keys are fewer than `window` positions before their query: bool, (T, S)."""
+    """Return a bool mask (T, S): True for keys fewer than `window` positions before the query, or after it."""
     positions = torch.arange(num_keys, device=device)
     return positions > positions[num_keys - num_queries :, None] - window
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Convert a bool mask to one that is added to attention scores: 0 where visible, else the lowest finite number.
+    """Convert a bool mask to one that is added to attention scores: 0 where True, else the minimum of `dtype`.
 
-    A finite number, because a softmax over scores that are all minus infinity (padding) is NaN.
+    The minimum is used instead of -inf because softmax over a fully masked row (padding) would be NaN.
 
     Returns:
-        The shape of `visible`, in `dtype`; None if every key is visible, since attention without a mask is faster.
+        The shape of `visible`, in `dtype`; None if nothing is masked, since attention without a mask is faster.
     """
     if bool(visible.all()):
         return None
@@ -58,26 +58,26 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def check_additive_mask(mask: Tensor, num_keys: int, inputs_embeds: Tensor) -> Tensor:
-    """Convert a caller's additive mask to the dtype of the embeddings (B, T, hidden), with finite values.
+    """Validate an additive mask, and convert it to the dtype of the embeddings (B, T, hidden) with finite values.
 
     Raises:
-        ValueError: unless the mask is floating-point and (B or 1, 1, T, num_keys). A bool mask would be added as 0 and
-            1; other shapes could broadcast unintentionally.
+        ValueError: if the mask is not floating-point, since a bool mask would be added as 0 and 1, or its shape is not
+            (B or 1, 1, T, num_keys), since other shapes could broadcast unintentionally.
     """
     batch, num_queries = inputs_embeds.shape[:2]
     shapes = [(size, 1, num_queries, num_keys) for size in (batch, 1)]
     if not mask.is_floating_point() or tuple(mask.shape) not in shapes:
         raise ValueError(
-            f"attention_mask must be floating-point (0: visible, very negative: hidden) with shape {shapes[0]}, "
+            f"attention_mask must be floating-point (0 = attend, large negative = masked) with shape {shapes[0]}, "
             f"got {mask.dtype} with shape {tuple(mask.shape)}."
         )
     return mask.to(inputs_embeds.dtype).clamp(min=torch.finfo(inputs_embeds.dtype).min)
 
 
 def limit_to_window(mask: Tensor | None, num_queries: int, num_keys: int, window: int, like: Tensor) -> Tensor | None:
-    """Hide keys that are `window` or more positions before their query.
+    """Mask keys that are `window` or more positions before their query.
 
-    Two queries, six keys, window 3 (x: hidden here):
+    Two queries, six keys, window 3 (x: masked):
 
         [[x x 0 0 0 0]
          [x x x 0 0 0]]

@@ -17,7 +17,7 @@ from paligemma.validation import is_finite_number, is_integer
 
 # Older files write "gelu" for the tanh approximation.
 TANH_GELU_NAMES = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")
-# Limits far above every PaliGemma, so that an invalid config.json is rejected before anything is allocated.
+# Limits far above any PaliGemma model, so that an invalid config.json is rejected before anything is allocated.
 MAX_PARAMETERS = 10**11
 MAX_LAYERS = 1000
 MAX_SIZE = 10**7
@@ -28,7 +28,7 @@ ATTENTION_TYPES = (SLIDING_ATTENTION, FULL_ATTENTION)
 
 @dataclass(frozen=True)
 class SiglipVisionConfig:
-    """The vision tower, by default SigLIP So400m/14 (Zhai et al., arXiv 2303.15343), as in every PaliGemma."""
+    """The vision tower, by default SigLIP So400m/14 (Zhai et al., arXiv 2303.15343), as in all PaliGemma models."""
 
     hidden_size: int = 1152
     intermediate_size: int = 4304
@@ -60,7 +60,7 @@ class SiglipVisionConfig:
 
     @property
     def approximate_parameters(self) -> int:
-        """Number of parameters without norms and biases."""
+        """Number of parameters, excluding norms and biases."""
         layer = 4 * self.hidden_size**2 + 2 * self.hidden_size * self.intermediate_size
         patches = self.num_image_tokens + self.num_channels * self.patch_size**2
         return self.num_hidden_layers * layer + patches * self.hidden_size
@@ -117,13 +117,14 @@ class GemmaConfig:
     def _checked_layer_types(self) -> tuple[str, ...]:
         types = self.layer_types
         if types is None:
-            even = FULL_ATTENTION if self.sliding_window is None else SLIDING_ATTENTION
-            return tuple(FULL_ATTENTION if index % 2 else even for index in range(self.num_hidden_layers))
+            # Gemma 2 alternates: sliding window in even layers, full attention in odd ones.
+            even_type = FULL_ATTENTION if self.sliding_window is None else SLIDING_ATTENTION
+            return tuple(FULL_ATTENTION if index % 2 else even_type for index in range(self.num_hidden_layers))
         are_known = isinstance(types, (list, tuple)) and all(kind in ATTENTION_TYPES for kind in types)
         if not are_known or len(types) != self.num_hidden_layers:
             raise InputError(
                 "config.layer_types",
-                "layer_types must have {count} entries 'sliding_attention' or 'full_attention', got {value!r}.",
+                "layer_types must have {count} entries, each 'sliding_attention' or 'full_attention', got {value!r}.",
                 count=self.num_hidden_layers,
                 value=types,
             )
@@ -131,18 +132,18 @@ class GemmaConfig:
 
     @property
     def approximate_parameters(self) -> int:
-        """Number of parameters without norms; the embedding and the head share theirs."""
+        """Number of parameters, excluding norms; the tied embedding and head are counted once."""
         heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
         layer = self.hidden_size * (heads + 3 * self.intermediate_size)
         return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size
 
     @property
     def attention_scale(self) -> float:
-        """Factor of the query-key products: query_pre_attn_scalar (Gemma 1: head_dim) ** -0.5."""
+        """Scale of the attention scores: query_pre_attn_scalar ** -0.5 (Gemma 1: head_dim ** -0.5)."""
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     def window_of_layer(self, layer_idx: int) -> int | None:
-        """Number of keys that a generated token sees in this layer, itself included; None: all."""
+        """Number of tokens that a generated token attends to in this layer, including itself; None: all."""
         return self.sliding_window if self.layer_types and self.layer_types[layer_idx] == SLIDING_ATTENTION else None
 
 
@@ -189,7 +190,7 @@ VISION_DEFAULTS = {
 
 @dataclass(frozen=True)
 class PaliGemmaConfig:
-    """A whole PaliGemma (arXiv 2407.07726) or PaliGemma 2 (arXiv 2412.03555)."""
+    """The full model: PaliGemma (arXiv 2407.07726) or PaliGemma 2 (arXiv 2412.03555)."""
 
     vision_config: SiglipVisionConfig
     text_config: GemmaConfig
@@ -203,7 +204,7 @@ class PaliGemmaConfig:
         if self.approximate_parameters > MAX_PARAMETERS:
             raise InputError(
                 "config.num_parameters",
-                "The configuration must describe at most {limit:.2g} parameters, got about {count:.2g}.",
+                "The model must have at most {limit:.2g} parameters, got about {count:.2g}.",
                 limit=MAX_PARAMETERS,
                 count=self.approximate_parameters,
             )
@@ -220,12 +221,12 @@ class PaliGemmaConfig:
 
     @property
     def approximate_parameters(self) -> int:
-        """Number of parameters without norms, biases and the projector."""
+        """Number of parameters, excluding norms, biases and the projector."""
         return self.text_config.approximate_parameters + self.vision_config.approximate_parameters
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> PaliGemmaConfig:
-        """Build from the contents of config.json and generation_config.json (for its end tokens).
+        """Build from the contents of config.json and generation_config.json (only its `eos_token_id`).
 
         Old and new key names are accepted (`torch_dtype`/`dtype`, `rope_theta`/`rope_parameters`,
         `hidden_act`/`hidden_activation`, `image_token_index`/`image_token_id`).
@@ -237,7 +238,7 @@ class PaliGemmaConfig:
             raise InputError(
                 "config.model_type",
                 "model_type in config.json must be 'paligemma' (PaliGemma 1 or 2), got {value!r}. "
-                "Load a PaliGemma such as google/paligemma2-3b-mix-224.",
+                "Load a PaliGemma checkpoint such as google/paligemma2-3b-mix-224.",
                 value=data.get("model_type"),
             )
         quantization = data.get("quantization_config")
@@ -246,7 +247,7 @@ class PaliGemmaConfig:
             raise InputError(
                 "config.quantized",
                 "The weights must be float32, bfloat16 or float16, got a quantized checkpoint ({method}). "
-                "Load the original model instead.",
+                "Load the unquantized checkpoint instead.",
                 method=method,
             )
         text, vision = data.get("text_config"), data.get("vision_config")
@@ -260,7 +261,7 @@ class PaliGemmaConfig:
             image_token_index=image_token,
             bos_token_id=_first(data, "bos_token_id", default=_first(text, "bos_token_id", default=2)),
             pad_token_id=_first(data, "pad_token_id", default=_first(text, "pad_token_id", default=0)),
-            eos_token_ids=_end_tokens(generation or {}, data, text),
+            eos_token_ids=_eos_token_ids(generation or {}, data, text),
             dtype=_first(data, "dtype", "torch_dtype", default=_first(text, "dtype", "torch_dtype")),
         )
 
@@ -268,12 +269,12 @@ class PaliGemmaConfig:
     def from_folder(cls, folder: str | Path) -> PaliGemmaConfig:
         """Read config.json and, if present, generation_config.json."""
         folder = Path(folder)
-        generation = folder / "generation_config.json"
-        end_tokens = _read_json(generation) if generation.exists() else None
-        return cls.from_dict(_read_json(folder / "config.json"), end_tokens)
+        generation_file = folder / "generation_config.json"
+        generation = _read_json(generation_file) if generation_file.exists() else None
+        return cls.from_dict(_read_json(folder / "config.json"), generation)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the contents of config.json, in the hub's format; `from_dict` inverts it.
+        """Return the contents of config.json, in the hub's format; `from_dict` reads it back.
 
         None is written as null, because a missing key would take its default. `query_pre_attn_scalar` cannot be null in
         transformers, so it is written as `head_dim`, which has the same meaning.
@@ -326,7 +327,7 @@ def _read_vision_config(data: Mapping[str, Any]) -> SiglipVisionConfig:
 
 
 def _known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the keys that are fields of `cls`. A null value counts as missing, unless None is meaningful."""
+    """Select the keys that are fields of `cls`. A null value counts as missing unless the field can be None."""
     nullable = {"attn_logit_softcapping", "final_logit_softcapping", "sliding_window"}
     names = {field.name for field in fields(cls)}
     return {name: data[name] for name in names & data.keys() if data[name] is not None or name in nullable}
@@ -337,15 +338,15 @@ def _rope_theta(data: Mapping[str, Any]) -> float:
     if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
         raise InputError(
             "config.rope_parameters",
-            "rope_parameters must be one object of values for all layers, got {value!r}.",
+            "rope_parameters must be a single object shared by all layers, got {value!r}.",
             value=parameters,
         )
     _require("rope_type", _first(parameters, "rope_type", "type", default="default"), allowed=("default",))
     return _first(parameters, "rope_theta", default=_first(data, "rope_theta", default=10000.0))
 
 
-def _end_tokens(*sources: Mapping[str, Any]) -> tuple[int, ...]:
-    """Collect the end tokens of all sources: PaliGemma 2 has `1` in config.json and `[1, 107]` in its text_config."""
+def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """Collect the EOS tokens of all sources: PaliGemma 2 has `1` in config.json and `[1, 107]` in its text_config."""
     found: list[int] = []
     for source in sources:
         value = source.get("eos_token_id")

@@ -9,7 +9,7 @@ class CodedError(Exception):
     """Base of the errors shown to users. `str(error)` is the English message.
 
     Attributes:
-        code: dotted identifier of the message, such as "sampling.temperature"; user interfaces translate by it.
+        code: dotted identifier of the message, such as "sampling.temperature"; the key of its translations.
         template: the English message with `{placeholders}`.
         values: the values of the placeholders.
     """
@@ -25,7 +25,7 @@ class CodedError(Exception):
 
 
 class InputError(CodedError, ValueError):
-    """A bad value or file."""
+    """An invalid argument or file."""
 
 
 class CheckpointError(InputError):

@@ -49,7 +49,7 @@ def attention_weights(
     """Compute softmax(soft_cap(scale * Q K^T) + mask).
 
     Args:
-        queries: (B, H, T, D). keys: (B, K, S, D); each key head serves H / K query heads.
+        queries: (B, H, T, D). keys: (B, K, S, D); each key head is shared by H / K query heads.
         mask: additive, (B or 1, 1, T, S), or None.
 
     Returns:
@@ -67,7 +67,7 @@ def attention_weights(
 def plain_attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """Compute attention from `attention_weights`, a block of queries at a time. Shapes as in `attention`."""
+    """Compute attention explicitly, one block of queries at a time. Arguments as for `attention`."""
     values = values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
     outputs = []
     for start in range(0, queries.shape[2], QUERY_BLOCK):
@@ -81,11 +81,11 @@ def plain_attention(
 def attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """Compute attention, with PyTorch's fused kernel unless a soft-cap (Gemma 2) is needed, which it lacks.
+    """Compute attention with PyTorch's fused kernel, or explicitly if scores are soft-capped (Gemma 2).
 
     Args:
         queries: (B, H, T, D). keys, values: (B, K, S, D).
-        mask: additive, (B or 1, 1, T, S), in the dtype of the queries; None: every query sees every key.
+        mask: additive, (B or 1, 1, T, S), in the dtype of the queries; None: no mask.
 
     Returns:
         (B, H, T, D), in the dtype of the queries.
@@ -194,7 +194,7 @@ class GemmaLayer(nn.Module):
     def last_attention_weights(
         self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, num_queries: int
     ) -> Tensor:
-        """Compute the attention weights of the last `num_queries` tokens, without a cache; see `forward` for the rest.
+        """Compute the attention weights of the last `num_queries` tokens, without a cache; the rest as for `forward`.
 
         Returns:
             float32, (B, H, num_queries, T).
@@ -264,7 +264,7 @@ class GemmaModel(nn.Module):
 
         Args:
             hidden_states: (B, T, hidden): scaled token embeddings, and image features as the projector returns them.
-            attention_mask: additive, (B or 1, 1, T, S); None: every query sees every key.
+            attention_mask: additive, (B or 1, 1, T, S); None: no mask.
             sliding_attention_mask: the same for layers with a sliding window; None: `attention_mask`.
             kv_cache: keys and values of the past tokens; extended by T tokens.
             position_ids: (B or 1, T), counted from 1; None: those that follow the cached tokens.
@@ -298,7 +298,7 @@ class DecoderOutput(TypedDict, total=False):
 
 
 class GemmaForCausalLM(nn.Module):
-    """The decoder and its language-model head, which shares the weight of the token embeddings."""
+    """The decoder and its LM head, which is tied to the token embeddings."""
 
     def __init__(self, config: GemmaConfig) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class GemmaForCausalLM(nn.Module):
         if logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be >= 0 (0 = all positions), got {logits_to_keep}.")
         if logits_to_keep:
-            # Contiguous: for a slice, PyTorch's bfloat16 CPU kernel copies the whole weight first, 30 times slower.
+            # Contiguous: for a strided input, PyTorch's bfloat16 CPU kernel copies the whole weight, 30 times slower.
             hidden_states = hidden_states[:, -logits_to_keep:].clone(memory_format=torch.contiguous_format)
         logits = self.lm_head(hidden_states).float()
         cap = self.config.final_logit_softcapping
@@ -362,8 +362,8 @@ class GemmaForCausalLM(nn.Module):
         """Scale token embeddings and decode them.
 
         Args:
-            attention_mask: additive, (B or 1, 1, T, S); None: every query sees every key, as in a prefix or for a
-                single new token. With cached tokens, layers with a sliding window are limited to it in addition.
+            attention_mask: additive, (B or 1, 1, T, S); None: no mask, as in a prefix or for a single new token.
+                With cached tokens, layers with a sliding window additionally mask the keys outside it.
             inputs_embeds: (B, T, hidden), from `get_input_embeddings`, not scaled.
             kv_cache, position_ids, logits_to_keep: as for `decode`.
         """

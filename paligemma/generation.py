@@ -1,7 +1,7 @@
-"""The generation loop: one generator that yields a `Step` per token.
+"""The generation loop: a generator that yields one `Step` per token.
 
-A request owns its KV cache, random number generator and text. Nothing runs between two steps, so closing the generator
-stops generation.
+Each request has its own KV cache, random number generator and text. Nothing runs between two steps, so closing the
+generator stops generation.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class GenerationOptions:
     """Options of one request.
 
     Args:
-        max_new_tokens: maximum number of generated tokens, >= 1; forced tokens and the end token count.
+        max_new_tokens: maximum number of generated tokens, >= 1, including forced tokens and the EOS token.
         sampling: temperature, top-k, top-p and seed.
         top_n: number of candidates in each Step, 1 to 50.
-        forced_ids: token ids used as the first generated tokens, whatever their logits. An end token among them ends
-            generation.
-        time_limit: seconds after which no further token is started, > 0; None: no limit. At least one token is
+        forced_ids: token ids used as the first generated tokens, regardless of their logits. An EOS token among them
+            ends generation.
+        time_limit: seconds after which no further token is generated, > 0; None: no limit. At least one token is
             generated.
 
     Raises:
@@ -98,7 +98,7 @@ class Step:
     Attributes:
         index: position in the answer, from 0.
         token_id, piece: the token's id and its string in the tokenizer's vocabulary.
-        text_delta, text: the text added by this token, and the text so far. An end token adds none. Bytes of an
+        text_delta, text: the text added by this token, and the text so far. EOS adds no text. Bytes of an
             incomplete UTF-8 character are held back until it is complete, at most until the last step.
         logit: float32 output of the model (Gemma 2: after soft-capping).
         logprob, prob: log-probability (natural logarithm) and probability at temperature 1.
@@ -148,7 +148,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A complete answer. `seed` is the seed that was used, given or random; it reproduces the answer."""
+    """A complete answer. `seed` is the seed that was used, given or random, which reproduces the answer."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -199,23 +199,23 @@ def stream(
 ) -> Generator[Step, None, GenerationResult]:
     """Generate an answer to one prompt about one image, token by token.
 
-    Options are checked at the call. The first step of the generator runs the vision tower and the prefix (image and
+    Arguments are validated immediately. The first step of the generator runs the vision tower and the prefix (image and
     prompt); every further step decodes one token. The generator returns the GenerationResult; see `StepCollector`.
 
     Forced tokens are decoded one at a time, like generated ones, because a batched forward pass sums in a different
     order, which can change later tokens in bfloat16. They also consume random numbers, so forcing the first tokens of
-    an answer to their own values reproduces the answer.
+    an answer, with its seed, reproduces the answer.
 
     Args:
         inputs: output of the processor for one image and one prompt.
         allowed_tokens: (vocab_size,), bool, from `processor.allowed_tokens`. Other tokens are never generated and are
             excluded from all statistics.
         started: `time.perf_counter()` at the start of the request; None: now.
-        encode_image: maps pixel_values (1, 3, S, S) on the model's device to image features; None: the model.
+        encode_image: maps pixel_values on the model's device to image features; None: `model.get_image_features`.
 
     Raises:
-        InputError: at the call, for a batch, too many tokens for the model, or forced ids that are not allowed.
-        NonFiniteLogitsError: from a step, if the logits contain NaN or infinity.
+        InputError: immediately, for a batch, too many tokens for the model, or forced ids that are not allowed.
+        NonFiniteLogitsError: during iteration, if the logits contain NaN or infinity.
     """
     started = perf_counter() if started is None else started
     _check_request(model, inputs["input_ids"], allowed_tokens, options)
@@ -223,7 +223,7 @@ def stream(
     return _generate(model, inputs, options.max_new_tokens, builder, encode_image or model.get_image_features)
 
 
-@torch.inference_mode()  # the decorator enters it at every step: steps may run in different threads
+@torch.inference_mode()  # re-entered at every step, because steps may run in different threads
 def _generate(
     model: PaliGemmaForConditionalGeneration,
     inputs: Mapping[str, Tensor],
@@ -245,7 +245,7 @@ def _generate(
 
 
 class _StepBuilder:
-    """Turn the logits of each position into a Step. Keeps the tokens and text of one request."""
+    """Convert the logits of each position to a Step. Holds the state of one request."""
 
     def __init__(
         self,
@@ -338,7 +338,7 @@ class _StepBuilder:
         return float(largest) + math.log(total), max(0.0, math.log(total) - float(exp @ shifted) / total)
 
     def _select_allowed(self, logits: Tensor) -> Tensor:
-        """Return the logits of the allowed tokens; a view if these are the first ids, as in Google's checkpoints."""
+        """Return the logits of the allowed tokens; a view if they are the first ids, as in Google's checkpoints."""
         return logits[: len(self._allowed_ids)] if self._is_contiguous else logits.index_select(0, self._allowed_ids)
 
     def _candidate(self, index: int, logits: Tensor, logsumexp: float, sampled_probs: Tensor) -> Candidate:
@@ -393,7 +393,7 @@ def _check_request(
         if not (0 <= token_id < allowed_tokens.numel() and allowed_tokens[token_id]):
             raise InputError(
                 "generation.forced_ids_allowed",
-                "forced_ids must contain ids of the tokenizer except <image>, got {token_id}.",
+                "forced_ids must contain only tokenizer ids other than <image>, got {token_id}.",
                 token_id=token_id,
             )
 

@@ -1,4 +1,4 @@
-"""Cache of image features, so that further prompts on the same image skip the vision tower.
+"""Cache of image features, so that further prompts about the same image skip the vision tower.
 
 The KV cache cannot be reused this way: the prefix is bidirectional, so its keys and values depend on the prompt.
 """
@@ -36,13 +36,13 @@ class ImageFeatureCache:
 
     @torch.inference_mode()
     def __call__(self, pixel_values: Tensor) -> Tensor:
-        """Return the features of these pixels. Do not modify the result."""
+        """Return the features of these pixels, shared with the cache: do not modify them."""
         key = _content_key(pixel_values)
         with self._lock:
             if key in self._features:
                 self._features.move_to_end(key)
                 return self._features[key]
-        features = self._encode(pixel_values)  # not under the lock, so that other images do not wait
+        features = self._encode(pixel_values)  # outside the lock, so that other images are not blocked
         with self._lock:
             self._features[key] = features
             while len(self._features) > self._max_images or self.num_bytes > self._max_bytes:
@@ -51,7 +51,7 @@ class ImageFeatureCache:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the cached features."""
+        """Total size of the cached features, in bytes."""
         return sum(features.nbytes for features in self._features.values())
 
 

@@ -39,7 +39,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     * Color profiles are ignored; CMYK is converted by Pillow.
 
     Raises:
-        InputError: for a value that is not a Pillow image, an empty image, or a file that cannot be decoded.
+        InputError: if `image` is not a Pillow image, has no pixels, or cannot be decoded.
     """
     if not isinstance(image, Image.Image):
         raise InputError("image.type", "image must be a PIL image, got {type}.", type=type(image).__name__)
@@ -77,11 +77,11 @@ def normalize(
     mean: Sequence[float] = (0.5, 0.5, 0.5),
     std: Sequence[float] = (0.5, 0.5, 0.5),
 ) -> torch.Tensor:
-    """Convert an RGB image to `pixel_values`: (level / 255 - mean) / std.
+    """Convert an RGB image to `pixel_values`: (pixel / 255 - mean) / std.
 
     Returns (3, height, width), float32, in [-1, 1] with the default mean and std.
     """
-    # Same order of operations as transformers: rescale in float64, round to float32, normalize in float32.
+    # Same order of operations as in transformers: rescale in float64, round to float32, normalize in float32.
     scaled = (np.asarray(square).astype(np.float64) * (1 / 255)).astype(np.float32)
     normalized = (scaled - np.array(mean, dtype=np.float32)) / np.array(std, dtype=np.float32)
     return torch.from_numpy(normalized).permute(2, 0, 1).contiguous()
@@ -119,7 +119,7 @@ def _frame_to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _high_depth_to_rgb(image: Image.Image) -> Image.Image:
-    """Scale grayscale of more than 8 bits to 0..255. The value that a PNG marks as transparent becomes white."""
+    """Scale a grayscale image with more than 8 bits to 0..255. A PNG's transparent value becomes white."""
     sixteen_bit = image.mode in _SIXTEEN_BIT_MODES
     dtype: type[np.floating] = np.float32 if sixteen_bit else np.float64
     values = np.array(image, dtype=dtype)
@@ -178,7 +178,7 @@ class ImageSettings:
         """Read preprocessor_config.json, or processor_config.json (transformers 5); defaults if neither exists.
 
         Raises:
-            InputError: when the file is invalid or requires an unsupported preprocessing step.
+            InputError: if the file is invalid or requires an unsupported preprocessing step.
         """
         stored = _read_image_processor_config(folder)
         _check_supported(stored, image_size)
@@ -215,7 +215,7 @@ def _read_image_processor_config(folder: Path) -> Mapping[str, Any]:
 
 
 def _check_supported(stored: Mapping[str, Any], image_size: int) -> None:
-    """Raise InputError for a step that `resize` and `normalize` do not perform."""
+    """Raise InputError if the config requires steps that `resize` and `normalize` do not perform."""
     for name, required in _REQUIRED_STEPS.items():
         _require(_value_or_default(stored.get(name), required) is required, name, stored.get(name), required)
     factor = _value_or_default(stored.get("rescale_factor"), 1 / 255)

@@ -1,4 +1,4 @@
-"""The key/value cache of one generation."""
+"""Preallocated key/value cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paligemma.config import GemmaConfig, PaliGemmaConfig
 
 
 class KVCache:
-    """Preallocated keys and values of all layers, owned by one generation and passed to the model as an argument.
+    """Keys and values of all layers for one request, passed to the model as an argument.
 
     During a forward pass, each layer calls `update`; the model calls `advance` once at the end.
 
@@ -17,7 +17,7 @@ class KVCache:
         config: the decoder's configuration, or the whole model's.
         batch_size: number of sequences.
         max_length: maximum number of tokens, prefix and generated.
-        dtype, device: of the model's hidden states.
+        dtype, device: those of the model's hidden states.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class KVCache:
         """
         end = self._length + keys.shape[2]
         if end > self.max_length:
-            raise ValueError(f"The cache is too small: max_length is {self.max_length}, got {end} tokens.")
+            raise ValueError(f"The KV cache is full: max_length is {self.max_length}, got {end} tokens.")
         stored_keys, stored_values = self._keys[layer_idx], self._values[layer_idx]
         batch_size, num_heads, _, head_dim = stored_keys.shape
         if keys.shape != (batch_size, num_heads, keys.shape[2], head_dim) or keys.dtype != self.dtype:
@@ -75,5 +75,5 @@ class KVCache:
         return stored_keys[:, :, :end], stored_values[:, :, :end]
 
     def advance(self, num_tokens: int) -> None:
-        """Count `num_tokens` more tokens as cached, after every layer has stored them."""
+        """Mark `num_tokens` new tokens as cached, once every layer has stored them."""
         self._length += num_tokens

@@ -1,9 +1,9 @@
 """Attention to the image and logit lens of a generated token.
 
-Attention is not explanation: a head's weights show where it reads, not whether that matters for the output, and
-different weights can give the same output (Jain and Wallace, arXiv 1902.10186). The logit lens (nostalgebraist,
-"interpreting GPT: the logit lens", 2020) applies the final norm and the head to the hidden states of every layer,
-although only those of the last layer were trained for that; early layers give hints at most.
+Attention is not explanation: a head's weights show which positions it attends to, not whether they affect the output,
+and different weights can give the same output (Jain and Wallace, arXiv 1902.10186). The logit lens (nostalgebraist,
+"interpreting GPT: the logit lens", 2020) applies the final norm and the LM head to the hidden states of every layer,
+although only those of the last layer were trained for that; predictions from early layers are only suggestive.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LensRow:
-    """The prediction read from the hidden state at one depth.
+    """The logit lens at one depth.
 
-    Like `Step`, it is at temperature 1 and over the allowed tokens only; Gemma 2's logits are soft-capped.
+    As in `Step`, probabilities are at temperature 1 and over the allowed tokens; Gemma 2's logits are soft-capped.
 
     Attributes:
         layer: number of layers applied. 0 is the embedding of the last token; the last row is the model's output.
@@ -55,7 +55,7 @@ class Inspection:
         index, token_id, piece: the token, as in its `Step`.
         grid: rows and columns of image patches.
         attention: float32, (layers, heads, patches), on the CPU: attention weights on the patches, in raster order.
-        image_share: float32, (layers, heads): the share of a head's attention that goes to the image, which is
+        image_share: float32, (layers, heads): the fraction of each head's attention on the image:
             `attention` summed over the patches.
         lens: layers + 1 rows. `attention[n]` belongs to the layer between `lens[n]` and `lens[n + 1]`.
     """
@@ -72,8 +72,8 @@ class Inspection:
 def inspect(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: Sequence[int], index: int) -> Inspection:
     """Compute attention and logit lens of `token_ids[index]` in one forward pass.
 
-    In float32, the last lens row equals the token's `Step` to 1e-5. In bfloat16 it differs by rounding, because
-    generation processes tokens one by one.
+    In float32, the last lens row matches the token's `Step` to within 1e-5. In bfloat16 it differs by rounding, because
+    generation runs one token at a time.
 
     Args:
         image, prompt: as given to `stream`.
@@ -134,15 +134,15 @@ def image_shares(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: Seq
 def read_last_position(
     vlm: PaliGemma, inputs: Mapping[str, Tensor], generated_ids: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Run one forward pass over prompt and generated tokens and record every layer at the last position.
+    """Run prompt and generated tokens in one forward pass, and record every layer at the last position.
 
     Args:
         inputs: the processor's output for one image and one prompt.
         generated_ids: token ids that follow the prompt; may be empty.
 
     Returns:
-        Attention weights over all tokens, float32, (layers, heads, tokens), and logits read at every depth, float32,
-        (layers + 1, vocab).
+        Attention weights over all tokens, float32, (layers, heads, tokens), and logit-lens logits at every depth,
+        float32, (layers + 1, vocab).
     """
     attention, states = [], []
 
@@ -212,7 +212,7 @@ def _check_request(vlm: PaliGemma, prefix_length: int, token_ids: tuple[int, ...
         if not is_integer(token_id) or not 0 <= token_id < len(allowed) or not allowed[token_id]:
             raise InputError(
                 "lens.token_id",
-                "token_ids must be vocabulary ids that the tokenizer has, except the image token, got {token_id!r}.",
+                "token_ids must contain only tokenizer ids other than <image>, got {token_id!r}.",
                 token_id=token_id,
             )
     positions = vlm.config.text_config.max_position_embeddings

@@ -4,12 +4,12 @@ A segmented object has a bounding box and 16 mask codes, each 0..127. The codes 
 maps the 4 x 4 grid of codebook vectors to a 64 x 64 mask, which is resized to the box (Ning et al., "All in Tokens",
 https://arxiv.org/abs/2301.02229; used by PaliGemma, https://arxiv.org/abs/2407.07726).
 
-Two weight files fit this architecture:
+Two weight files are available for this architecture:
 
 * `assets/demo/mask_decoder.safetensors` of the bundled model, trained by `paligemma.training.masks`.
 * `vae-oid.npz` for Google's checkpoints: published with big_vision (Apache-2.0) at
   `gs://big_vision/paligemma/vae-oid.npz`, trained on Open Images. It also contains the encoder and training counters,
-  which are not loaded. The publisher gives no checksum; a public copy (Git LFS pointer in
+  which are not loaded. Google publishes no checksum; a public copy (Git LFS pointer in
   github.com/zsxkib/cog-paligemma2-10b-mix) has 8,479,556 bytes and the SHA-256 of `VAE_OID_SHA256`.
 """
 
@@ -33,27 +33,27 @@ from paligemma.errors import InputError
 from paligemma.parsing import CODES_PER_MASK, MASK_CODEBOOK_SIZE, Box
 
 CODE_GRID = 4
-CODE_WIDTH = 512
+CODE_DIM = 512
 MASK_SIZE = 64
-HIDDEN_WIDTH = 128
+HIDDEN_CHANNELS = 128
 VAE_OID_SHA256 = "5586010257b8536dddefab65e7755077f21d5672d5674dacf911f73ae95a4447"
-VAE_OID_SPACE = "big-vision/paligemma"  # the publisher's Space, which contains the file
+VAE_OID_SPACE = "big-vision/paligemma"  # Google's Space, which contains the file
 MAX_FILE_BYTES = 64 * 2**20
-# Other contents of a training file: the encoder and the codebook's training counters.
+# Parameters in the weight files that decoding does not need: the encoder and the codebook's training counters.
 UNUSED_PREFIXES = ("encoder.", "_vq_vae._")
 
 
 class ResidualBlock(nn.Module):
-    """x + (3 x 3, ReLU, 3 x 3, ReLU, 1 x 1 convolutions of x); input and output (batch, width, height, width)."""
+    """Residual block with two 3 x 3 convolutions and one 1 x 1; input and output (n, channels, height, width)."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Conv2d(width, width, 3, padding=1),
+            nn.Conv2d(channels, channels, 3, padding=1),
             nn.ReLU(),
-            nn.Conv2d(width, width, 3, padding=1),
+            nn.Conv2d(channels, channels, 3, padding=1),
             nn.ReLU(),
-            nn.Conv2d(width, width, 1),
+            nn.Conv2d(channels, channels, 1),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,12 +65,12 @@ class Codebook(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._embedding = nn.Parameter(torch.zeros(MASK_CODEBOOK_SIZE, CODE_WIDTH))
+        self._embedding = nn.Parameter(torch.zeros(MASK_CODEBOOK_SIZE, CODE_DIM))
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
         """Look up codes (n, 16), a row-major 4 x 4 grid; returns vectors (n, 512, 4, 4)."""
         vectors = self._embedding[codes]  # (n, 16, 512)
-        return vectors.transpose(1, 2).reshape(-1, CODE_WIDTH, CODE_GRID, CODE_GRID)
+        return vectors.transpose(1, 2).reshape(-1, CODE_DIM, CODE_GRID, CODE_GRID)
 
 
 class MaskDecoder(nn.Module):
@@ -80,11 +80,11 @@ class MaskDecoder(nn.Module):
         super().__init__()
         self._vq_vae = Codebook()
         self.decoder = nn.Sequential(
-            nn.Conv2d(CODE_WIDTH, HIDDEN_WIDTH, 1),
+            nn.Conv2d(CODE_DIM, HIDDEN_CHANNELS, 1),
             nn.ReLU(),
-            ResidualBlock(HIDDEN_WIDTH),
-            ResidualBlock(HIDDEN_WIDTH),
-            *_upsample(HIDDEN_WIDTH, 128),
+            ResidualBlock(HIDDEN_CHANNELS),
+            ResidualBlock(HIDDEN_CHANNELS),
+            *_upsample(HIDDEN_CHANNELS, 128),
             *_upsample(128, 64),
             *_upsample(64, 32),
             *_upsample(32, 16),
@@ -93,7 +93,7 @@ class MaskDecoder(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path) -> MaskDecoder:
-        """Load a `.npz` or `.safetensors` file as float32, in evaluation mode.
+        """Load a `.npz` or `.safetensors` file as float32, in `eval()` mode.
 
         Raises:
             FileNotFoundError: if there is no such file.
@@ -112,16 +112,16 @@ class MaskDecoder(nn.Module):
         """Decode codes (n, 16), each 0..127, to masks (n, 64, 64), float32 in [0, 1], 0.5 at the outline.
 
         Raises:
-            ValueError: for another shape, a type that is not integer, or codes out of range.
+            ValueError: if the shape is different, the dtype is not integer, or a code is out of range.
         """
         codes = _check_codes(torch.as_tensor(codes)).to(self._vq_vae._embedding.device)
         masks = self(self._vq_vae(codes)).float()
         return (masks * 0.5 + 0.5).clamp(0, 1).cpu().numpy()
 
 
-def _upsample(width_in: int, width_out: int) -> tuple[nn.Module, nn.Module]:
+def _upsample(in_channels: int, out_channels: int) -> tuple[nn.Module, nn.Module]:
     """Double height and width."""
-    return nn.ConvTranspose2d(width_in, width_out, 4, stride=2, padding=1), nn.ReLU()
+    return nn.ConvTranspose2d(in_channels, out_channels, 4, stride=2, padding=1), nn.ReLU()
 
 
 def _check_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ def download_vae_oid() -> Path:
 
 def _read_file(path: Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
-        raise FileNotFoundError(f"There is no mask decoder at {path}.")
+        raise FileNotFoundError(f"Mask decoder not found: {path}.")
     readers: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {".npz": _read_npz, ".safetensors": load_file}
     if path.suffix not in readers:
         raise InputError(

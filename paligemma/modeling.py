@@ -27,7 +27,7 @@ class PaliGemmaMultiModalProjector(nn.Module):
 
 
 class PaliGemmaForConditionalGeneration(nn.Module):
-    """Vision tower, projector and language model. Parameter names equal those of the hub's checkpoints."""
+    """Vision tower, projector and language model. Parameter names match the hub's checkpoints."""
 
     def __init__(self, config: PaliGemmaConfig) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class PaliGemmaForConditionalGeneration(nn.Module):
 
     @property
     def activation_dtype(self) -> torch.dtype:
-        """The dtype of the decoder's hidden states and KV cache: that of the weights, unless set (float32 for int8)."""
+        """Dtype of the hidden states and the KV cache: the weights' dtype unless set (float32 for int8 weights)."""
         return self._activation_dtype or self.dtype
 
     @activation_dtype.setter
@@ -60,7 +60,7 @@ class PaliGemmaForConditionalGeneration(nn.Module):
         self.language_model.tie_weights()
 
     def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        """Encode pixels (B, 3, S, S) in [-1, 1] to projected image features, (B, image tokens, hidden)."""
+        """Encode pixels (B, 3, height, width) in [-1, 1] to projected image features, (B, image tokens, hidden)."""
         return self.multi_modal_projector(self.vision_tower(pixel_values))
 
     def merge_image_and_text(self, input_ids: Tensor, image_features: Tensor | None) -> Tensor:
@@ -106,14 +106,14 @@ class PaliGemmaForConditionalGeneration(nn.Module):
 
         Args:
             input_ids: (B, T). Without cached tokens: image tokens, bos, prompt, newline, and optionally a suffix.
-            pixel_values: (B, 3, S, S) in [-1, 1], any float dtype; or `image_features` from `get_image_features`.
+            pixel_values: (B, 3, height, width) in [-1, 1], any float dtype; or pass `image_features`.
             attention_mask: (B, past + T), 0 at padding; None: no padding.
             token_type_ids: (B, T), 0 for prefix, 1 for suffix; None: see `default_token_types`.
             position_ids: (B or 1, T); None: counted from 1, skipping padding.
             kv_cache: keys and values of the past tokens; extended by T tokens.
             labels: (B, T), unshifted token ids, -100 where ignored.
             logits_to_keep: number of last positions with logits; 0: all. Must be 0 with labels.
-            observe_layer: see `GemmaModel.forward`.
+            image_features: from `get_image_features`. observe_layer: see `GemmaModel.forward`.
         """
         if labels is not None and logits_to_keep:
             raise ValueError(f"logits_to_keep must be 0 with labels, got {logits_to_keep}.")
@@ -135,14 +135,14 @@ class PaliGemmaForConditionalGeneration(nn.Module):
     def _attention_masks(
         self, token_types: Tensor, padding_mask: Tensor | None, past: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Additive masks (B, 1, T, past + T) for full and for sliding-window attention; None if nothing is hidden."""
+        """Build additive masks (B, 1, T, past + T) for full and sliding-window attention; None if nothing is masked."""
         batch, num_tokens = token_types.shape
         if padding_mask is not None and padding_mask.shape != (batch, past + num_tokens):
             raise ValueError(
                 f"attention_mask must have shape {(batch, past + num_tokens)} ({past} cached and {num_tokens} new "
                 f"tokens), got {tuple(padding_mask.shape)}."
             )
-        # Cached tokens count as prefix: prefix tokens see all of them, and for suffix tokens all are in the past.
+        # Cached tokens get type PREFIX: new prefix tokens attend to them; for suffix tokens they are causal anyway.
         key_types = torch.cat((token_types.new_full((batch, past), PREFIX), token_types), dim=1)
 
         def additive(window: int | None) -> Tensor | None:
@@ -156,7 +156,7 @@ class PaliGemmaForConditionalGeneration(nn.Module):
 
 
 def default_token_types(input_ids: Tensor, labels: Tensor | None, past: int) -> Tensor:
-    """Token types (B, T): suffix after cached tokens and from a sequence's first label on, else prefix."""
+    """Infer token types (B, T): suffix if there are cached tokens, or from a sequence's first label on; else prefix."""
     if labels is None or past:
         return torch.full_like(input_ids, SUFFIX if past else PREFIX)
     return (labels != IGNORED_LABEL).long().cummax(dim=1).values

@@ -5,7 +5,7 @@ separated by " ; ":
 
     <loc0051><loc0309><loc0708><loc0646> shoe ; <loc0100><loc0200><loc0300><loc0400><seg012>...<seg127> cat
 
-The text of a language model can be anything, so `parse` accepts every string: malformed objects are returned as
+Model output can be any text, so `parse` accepts every string: malformed objects are returned as
 `Problem`, and other text is ignored. This module does not depend on torch.
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# Location k is k / 1024 of the side, as in Google's demos. (big_vision's evaluation divides by 1023, which moves a box
-# by at most 0.1% of the side.)
+# <locK> is at K / 1024 of the height or width, as in Google's demos. (big_vision's evaluation divides by 1023, which
+# moves a box by at most 0.1% of that.)
 LOCATION_BINS = 1024
 LOCATIONS_PER_BOX = 4
 MASK_CODEBOOK_SIZE = 128
@@ -66,9 +66,9 @@ class Problem:
     Attributes:
         text: the object as generated.
         span: its start and end in the answer.
-        kind: "locations" (not 4 location tokens), "codes" (neither 0 nor 16 mask tokens), "range" (a number without
-            a token) or "order" (a minimum above the maximum).
-        reason: the same in English, with the numbers.
+        kind: "locations" (not 4 location tokens), "codes" (neither 0 nor 16 mask tokens), "range" (a number out
+            of range) or "order" (a minimum above the maximum).
+        reason: description in English, with the numbers.
     """
 
     text: str
@@ -92,7 +92,7 @@ def parse(text: str, width: int, height: int, ended: bool = True) -> Parsed:
     incomplete: it is returned once its label has begun, with `growing=True`, and is never reported as a problem.
 
     Raises:
-        ValueError: if width or height is not positive. No text raises.
+        ValueError: if width or height is not positive; never because of the text.
     """
     if width <= 0 or height <= 0:
         raise ValueError(f"width and height must be positive, got {width} x {height}.")
@@ -121,8 +121,8 @@ def location_token_indices(detection: Detection, pieces: Sequence[str]) -> tuple
         pieces: all tokens of the answer so far as strings, special tokens included.
 
     Returns:
-        Four indices into `pieces`; empty if the locations are not location tokens (a model can spell "<loc0001>" with
-        ordinary tokens).
+        Four indices into `pieces`; empty if the locations are not location tokens (a model can also generate
+        "<loc0001>" as plain text).
     """
     indices = [index for index, piece in enumerate(pieces) if _LOCATION.fullmatch(piece)]
     candidates = tuple(indices[detection.first_location : detection.first_location + LOCATIONS_PER_BOX])

@@ -1,4 +1,4 @@
-"""Paths of the files shipped with the package: the bundled model, the examples and the page."""
+"""Paths of the files shipped with the package: the bundled model, the examples and the web page."""
 
 from pathlib import Path
 

@@ -28,7 +28,7 @@ class PaliGemma:
         model: the PyTorch module.
         processor: image preprocessing and tokenizer.
         name: hub id, folder as given, or "bundled demo".
-        source: origin of the checkpoint: "bundled", "folder" or "hub"; None for a model that was not loaded.
+        source: "bundled", "folder" or "hub"; None for a model that was not loaded from a checkpoint.
         revision: branch, tag or commit on the hub; None for other sources.
         quantize: "int8" if the decoder's weights are quantized, else None.
         backend: dtype and kernels of the decoder, such as "bfloat16 (packed for oneDNN)" or "int8 (oneDNN)".
@@ -88,23 +88,23 @@ class PaliGemma:
     ) -> Generator[Step, None, GenerationResult]:
         """Generate an answer to a prompt about an image, one Step per token.
 
-        Arguments are checked and the image is preprocessed at the call; the model runs when a step is requested.
-        Closing the generator stops generation. Its return value (`result = yield from vlm.stream(...)`) is that of
-        `generate`.
+        Arguments are validated and the image is preprocessed immediately; the model runs when a step is requested.
+        Closing the generator stops generation. Its return value (`result = yield from vlm.stream(...)`) is the
+        GenerationResult, as from `generate`.
 
         Args:
             image: any PIL image.
-            prompt: the bare task text, such as "caption en" or "detect cat". Trailing newlines are removed; special
-                tokens in it are encoded as ordinary characters.
-            max_new_tokens: >= 1; together with image and prompt at most `config.text_config.max_position_embeddings`.
+            prompt: the task, such as "caption en" or "detect cat". Trailing newlines are removed; special tokens are
+                encoded as plain text.
+            max_new_tokens: >= 1; image, prompt and new tokens must fit in `config.text_config.max_position_embeddings`.
             temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy.
             top_n: number of candidates in each Step, 1 to 50.
             forced_ids: token ids used as the first generated tokens; they count toward `max_new_tokens`.
-            time_limit: seconds after which no further token is started; None: no limit.
+            time_limit: seconds after which no further token is generated; None: no limit.
 
         Raises:
-            InputError: at the call, for an invalid argument.
-            NonFiniteLogitsError: from a step, if the model overflows (float16).
+            InputError: immediately, for an invalid argument.
+            NonFiniteLogitsError: during iteration, if the model overflows (float16).
         """
         started = perf_counter()
         sampling = Sampling(temperature, top_k, top_p, seed)
@@ -156,20 +156,20 @@ def load(
         device: "auto" (CUDA, else MPS, else CPU) or a device.
         dtype: "auto", "float32", "bfloat16" or "float16". "auto" keeps the dtype of a local checkpoint; for a hub id it
             is bfloat16 on devices that compute it fast, else float32.
-        quantize: None, or "int8" for int8 weights and activations in the decoder's and the head's linear layers. This
+        quantize: None, or "int8" for int8 weights and activations in the decoder's and the head's linear layers. It
             needs about half the memory; on a CPU, decoding takes half to two thirds of the time. On other devices,
-            weights are dequantized in every call, which is slower.
+            weights are dequantized in every forward pass, which is slower.
         token: access token for the hub; None: the one stored by `hf auth login`, or HF_TOKEN.
         progress: called with (stage, bytes done, total bytes); the stage is "downloading" (hub id only), then
             "loading".
 
     Raises:
-        CheckpointError: if the checkpoint is not available or not usable.
+        CheckpointError: if the checkpoint is missing, incomplete or not supported.
         InputError: for any other invalid argument.
     """
     check_quantization(quantize)
     found = checkpoint.find_checkpoint(source, revision, token, device, dtype, progress)
-    # First the processor: an invalid tokenizer is reported before weights are loaded.
+    # Load the processor first, so that an invalid tokenizer is reported before weights are loaded.
     processor = PaliGemmaProcessor.from_folder(found.folder, checkpoint.read_config(found.folder))
     model, backend = checkpoint.load_for_inference(found.folder, device, found.dtype, quantize, progress)
     return PaliGemma(model, processor, found.name, found.origin, found.revision, quantize, backend)

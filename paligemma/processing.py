@@ -3,7 +3,7 @@
 A prompt is encoded as `<image>` x num_image_tokens, `<bos>`, the text and a newline, which ended every prompt in
 training (PaliGemma: Beyer et al., https://arxiv.org/abs/2407.07726). Results equal those of transformers'
 PaliGemmaProcessor with SigLIP's Pillow image processor: pixels bit for bit on RGB input, ids for every prompt without
-special tokens and trailing newlines. Docstrings name the intended differences.
+special tokens or trailing newlines. Intended differences are documented at each method.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 class PaliGemmaProcessor:
     """Convert images and prompts to model inputs, and token ids to text.
 
-    The processor modifies the tokenizer it is given: saved padding and truncation are turned off, and special tokens
-    in a text are encoded as ordinary characters. It is not modified after construction, so threads can share it.
+    The processor modifies the given tokenizer: saved padding and truncation are disabled, and special tokens in text
+    are encoded as plain text. It is not modified after construction, so threads can share it.
 
     Args:
         tokenizer: a Gemma tokenizer with `<bos>`, `<eos>`, `<pad>` and `<image>`.
         image_size: height and width of the vision tower's input, in pixels.
         num_image_tokens: number of image tokens per image, (image_size / patch_size)^2.
         image_settings: mean, std and resampling filter.
-        image_token_id: id of `<image>` in the model's config, to be compared with the tokenizer's.
+        image_token_id: id of `<image>` in the model's config, checked against the tokenizer's; None: not checked.
 
     Raises:
-        InputError: if the tokenizer has no control tokens, encodes a newline as several tokens, decodes differently
-            from Gemma's, or has another id for `<image>`.
+        InputError: if a control token is missing from the tokenizer, or it encodes a newline as several tokens, decodes
+            differently from Gemma's, or has another id for `<image>`.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class PaliGemmaProcessor:
         return [self.image_token_id] * self.num_image_tokens + [self.bos_token_id, *text_ids, self.newline_token_id]
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode a text without adding tokens. `<loc0000>` and `<seg000>` are single tokens.
+        """Encode text without adding special tokens. `<loc0000>` and `<seg000>` are single tokens.
 
-        Unlike in transformers, special tokens are encoded as ordinary characters. Lone surrogates, which have no UTF-8
-        encoding, are replaced by U+FFFD.
+        Unlike in transformers, special tokens are encoded as plain text. Lone surrogates, which have no UTF-8 encoding,
+        are replaced with U+FFFD.
         """
         _check_text("text", text)
         return self.tokenizer.encode(replace_lone_surrogates(text), add_special_tokens=False).ids
@@ -164,7 +164,7 @@ class PaliGemmaProcessor:
         return StreamDecoder(self)
 
     def token_str(self, token_id: int) -> str:
-        """Return the token as in the vocabulary: `▁cat`, `<0xE4>`, `<loc0001>`; `<id 257200>` if there is none."""
+        """Return the vocabulary entry of an id: `▁cat`, `<0xE4>`, `<loc0001>`; `<id 257200>` for an unknown id."""
         token = self._token_or_none(token_id)
         return f"<id {token_id}>" if token is None else token
 
@@ -173,11 +173,11 @@ class PaliGemmaProcessor:
         return self._token_or_none(token_id) is not None
 
     def text_token_str(self, token_id: int) -> str | None:
-        """Return the token, or None if it adds no text: special tokens and ids that the tokenizer does not have."""
+        """Return the token, or None if it adds no text: special tokens and unknown ids."""
         return None if token_id in self.special_token_ids else self._token_or_none(token_id)
 
     def allowed_tokens(self, vocab_size: int) -> torch.Tensor:
-        """Return which tokens can be generated: (vocab_size,), bool; all ids of the tokenizer except `<image>`.
+        """Return a bool mask (vocab_size,) of the tokens that can be generated: all in the tokenizer except `<image>`.
 
         Raises:
             InputError: if the tokenizer has more tokens than the model.
@@ -233,7 +233,7 @@ class PaliGemmaProcessor:
 
 
 def replace_lone_surrogates(text: str) -> str:
-    """Replace each lone surrogate by U+FFFD, so that the text can be encoded as UTF-8."""
+    """Replace each lone surrogate with U+FFFD, so that the text can be encoded as UTF-8."""
     return _LONE_SURROGATE.sub(REPLACEMENT_CHARACTER, text)
 
 
@@ -252,9 +252,9 @@ class StreamDecoder:
     """Decode one answer incrementally, in constant time per token.
 
     The joined results of `push` and `finish` equal `PaliGemmaProcessor.decode` of all ids. Gemma encodes rare
-    characters as runs of byte tokens. A run is held back until another token follows, and is decoded as a whole, like
-    the `ByteFallback` decoder of tokenizers: as UTF-8, or to one U+FFFD per byte if it is invalid. Special tokens and
-    ids that the tokenizer does not have add no text and do not end a run.
+    characters as runs of byte tokens. A run is held back until another token follows, and is decoded as a whole, as
+    by the `ByteFallback` decoder of tokenizers: as UTF-8, or to one U+FFFD per byte if it is invalid. Special tokens
+    and unknown ids add no text and do not end a run.
     """
 
     def __init__(self, processor: PaliGemmaProcessor) -> None:

@@ -1,7 +1,7 @@
 """Choose the next token from logits: temperature, top-k, top-p and the random draw.
 
 The plain implementations come first; they follow transformers' logits processors. The fast ones after them return the
-same values without sorting the whole vocabulary of 257,000 tokens.
+same values without sorting the full vocabulary of 257,000 tokens.
 
 All functions take one position, a tensor of shape (num_tokens,), and return indices into it.
 """
@@ -30,12 +30,12 @@ class Sampling:
     """Sampling settings.
 
     Args:
-        temperature: divides the logits; finite, >= 0. 0 is greedy decoding: the largest logit, the lowest id among
-            equal ones; top_k, top_p and seed have no effect.
-        top_k: keep the k largest logits, and those equal to the k-th; >= 0, 0 = off.
+        temperature: divides the logits; finite, >= 0. 0 = greedy decoding: the largest logit, or the lowest id among
+            equal ones; top_k, top_p and seed then have no effect.
+        top_k: keep the k largest logits, and ties with the k-th; >= 0, 0 = off.
         top_p: keep the smallest set of most probable tokens with at least this cumulative probability; > 0, <= 1,
             1 = off (nucleus sampling, Holtzman et al., https://arxiv.org/abs/1904.09751).
-        seed: of the request's random number generator, 0 to 2^63 - 1; None: a random seed.
+        seed: seed of the request's random number generator, 0 to 2^63 - 1; None: a random seed.
 
     Raises:
         InputError: for values outside these ranges.
@@ -113,7 +113,7 @@ def sampling_probabilities(
     Args:
         logits: (num_tokens,), finite.
         sampling: temperature > 0.
-        filter_top_p: `top_p_filter`, or `fast_top_p_filter` with the same result.
+        filter_top_p: `top_p_filter`, or the equivalent `fast_top_p_filter`.
 
     Returns:
         (num_tokens,), float64, sum 1; 0 for tokens that top-k or top-p removes.
@@ -124,10 +124,10 @@ def sampling_probabilities(
 
 
 def draw(probabilities: Tensor, generator: torch.Generator) -> int:
-    """Draw an index by inverting the cumulative distribution; consumes one number of the generator.
+    """Draw an index by inverting the cumulative distribution; consumes one random number.
 
-    The number is in [0, 1) and the first cumulative probability above it is chosen, so an index with probability 0 is
-    never drawn.
+    The number is in [0, 1) and the first index whose cumulative probability exceeds it is chosen, so an index with
+    probability 0 is never drawn.
     """
     cumulative = probabilities.cumsum(dim=0)
     point = torch.rand((), dtype=torch.float64, generator=generator) * cumulative[-1]
@@ -155,7 +155,7 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def _renormalize(probabilities: Tensor, kept: Tensor) -> Tensor:
-    """Set all probabilities but those at the indices `kept` to 0 and scale the sum to 1."""
+    """Zero all probabilities except those at the indices `kept`, and rescale to sum 1."""
     filtered = torch.zeros_like(probabilities)
     filtered[kept] = probabilities[kept]
     return filtered / filtered.sum()
@@ -170,7 +170,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tu
     Args:
         logits: (num_tokens,), finite.
         sampling: the settings; the seed is not used here.
-        generator: a seeded CPU generator. One number is consumed; none if greedy.
+        generator: a seeded CPU generator; one random number is consumed, or none if greedy.
 
     Returns:
         The index of the token, and the probabilities it was drawn from: (num_tokens,), float64, sum 1.
@@ -185,7 +185,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tu
 
 
 def fast_top_p_filter(probabilities: Tensor, top_p: float) -> Tensor:
-    """Equivalent to `top_p_filter`, but sort only tokens that can be in the nucleus.
+    """Compute `top_p_filter`, but sort only tokens that can be in the nucleus.
 
     Tokens with a probability below (1 - top_p) / num_tokens have a total probability below 1 - top_p, so none of them
     is in the nucleus. Half of that bound is used, as a margin for rounding. Within 1e-9 of top_p = 1, where rounding
@@ -198,7 +198,7 @@ def fast_top_p_filter(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def top_k_indices(logits: Tensor, k: int) -> list[int]:
-    """Equivalent to `sorted_top_k_indices`, but sort only the blocks whose maximum is among the k largest maxima."""
+    """Compute `sorted_top_k_indices`, but sort only blocks whose maximum is among the k largest maxima."""
     blocks = F.pad(logits, (0, -logits.numel() % BLOCK_SIZE), value=-math.inf).view(-1, BLOCK_SIZE)
     maxima = blocks.amax(dim=1)
     kth_largest = maxima.topk(min(k, maxima.numel())).values[-1]

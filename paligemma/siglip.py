@@ -1,6 +1,6 @@
 """SigLIP vision tower (Zhai et al., arXiv 2303.15343): a Vision Transformer without class token or pooling.
 
-Axes: B batch, N patches, H heads, D head dim.
+Axes: B batch, S image height and width in pixels, N patches, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class SiglipVisionTransformer(nn.Module):
 
 
 class SiglipVisionModel(nn.Module):
-    """The vision tower as the hub's checkpoints name it."""
+    """Wrapper that adds the prefix `vision_model.` to the parameter names, as in the hub's checkpoints."""
 
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__()

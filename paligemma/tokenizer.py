@@ -16,7 +16,7 @@ CONVERSION_PACKAGES = {"transformers": "transformers", "sentencepiece": "sentenc
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Load `tokenizer.json`; without it, convert `tokenizer.model` with transformers.
+    """Load `tokenizer.json`, or convert `tokenizer.model` with transformers if there is none.
 
     Raises:
         InputError: if both files are missing, the file is corrupt, or packages for the conversion are missing.
@@ -26,7 +26,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         return _convert_sentencepiece(path.with_suffix(".model"))
     if not path.is_file():
         raise InputError(
-            "tokenizer.missing", "There is no {path}. Download it from the model's page on the hub.", path=str(path)
+            "tokenizer.missing", "{path} not found. Download it from the model's page on the hub.", path=str(path)
         )
     try:
         return Tokenizer.from_file(str(path))
@@ -45,11 +45,11 @@ def _convert_sentencepiece(path: Path) -> Tokenizer:
     if missing:
         raise InputError(
             "tokenizer.conversion_packages",
-            "There is no tokenizer.json next to {path}. To convert this file, install: pip install {packages}",
+            "Found no tokenizer.json next to {path}. To convert this file, run: pip install {packages}",
             path=str(path),
             packages=" ".join(missing),
         )
-    from transformers import GemmaTokenizer  # imported only here: it takes seconds
+    from transformers import GemmaTokenizer  # a slow import, needed only here
 
     try:
         return GemmaTokenizer.from_pretrained(path.parent, local_files_only=True).backend_tokenizer
@@ -70,16 +70,16 @@ def _is_installed(module: str) -> bool:
 
 
 def prepare_tokenizer(tokenizer: Tokenizer) -> list[int]:
-    """Check a tokenizer and change it in place.
+    """Validate a tokenizer and configure it in place.
 
-    Saved padding and truncation are turned off, and special tokens in a text are encoded as ordinary characters.
+    Saved padding and truncation are disabled, and special tokens in text are encoded as plain text.
 
     Returns:
         The ids of CONTROL_TOKENS.
 
     Raises:
-        InputError: for a tokenizer that is not PaliGemma's: a control token is missing or cannot be spelled with
-            ordinary tokens, or tokens are decoded differently from Gemma's.
+        InputError: for a tokenizer that is not PaliGemma's: a control token is missing or cannot be encoded as
+            plain text, or tokens are decoded differently from Gemma's.
     """
     found = {token: tokenizer.token_to_id(token) for token in CONTROL_TOKENS}
     missing = [token for token, token_id in found.items() if token_id is None]
@@ -98,7 +98,7 @@ def prepare_tokenizer(tokenizer: Tokenizer) -> list[int]:
     if not set(control_ids).isdisjoint(tokenizer.encode("".join(CONTROL_TOKENS), add_special_tokens=False).ids):
         raise InputError(
             "tokenizer.control_text",
-            "The tokenizer must encode {tokens} in a text as ordinary characters.",
+            "The tokenizer must be able to encode {tokens} as plain text.",
             tokens=", ".join(CONTROL_TOKENS),
         )
     _check_decoder(tokenizer)
@@ -106,7 +106,7 @@ def prepare_tokenizer(tokenizer: Tokenizer) -> list[int]:
 
 
 def _check_decoder(tokenizer: Tokenizer) -> None:
-    """Reject tokenizers that join tokens differently from Gemma's; `StreamDecoder` depends on it."""
+    """Raise InputError unless the tokenizer decodes tokens like Gemma's, which `StreamDecoder` relies on."""
     tokens = ["▁a▁", "<0xE2>", "<0x82>", "<0xAC>", "▁", "<0xFF>", "<0x41>", "b▁"]
     expected = f" a € {REPLACEMENT_CHARACTER * 2}b "
     decoded = tokenizer.decoder.decode(tokens) if tokenizer.decoder is not None else None

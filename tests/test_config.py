@@ -162,7 +162,7 @@ def test_end_tokens_are_collected_from_all_files():
         ),
         ({**PALIGEMMA1, "vision_config": {**VISION, "patch_size": 500}}, "patch_size must be <= image_size, got 500"),
         ({**PALIGEMMA1, "vision_config": {**VISION, "num_channels": 1}}, "num_channels must be 3, got 1"),
-        (with_text(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "one object of values for all layers"),
+        (with_text(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "a single object shared by all layers"),
     ],
 )
 def test_unsupported_model_is_rejected(data: dict, message: str):

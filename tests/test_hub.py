@@ -187,7 +187,7 @@ CASES: dict[str, tuple[Callable[[Environment], object], list[str], str]] = {
     "interrupted download": (
         interrupt_downloads,
         [],
-        r"Downloading owner/model failed: .*start again; complete files are kept",
+        r"Downloading owner/model failed: .*try again; complete files are kept",
     ),
     "disk too small": (
         lambda env: env.set(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**4)),
@@ -438,7 +438,7 @@ def test_incomplete_download_does_not_count_as_cached(env, sharded):
     with pytest.raises(CheckpointError, match="complete files are kept"):
         find_checkpoint("owner/model", dtype="float32")
     env.go_offline()
-    with pytest.raises(CheckpointError, match=r"is incomplete, and the hub is unreachable\. Connect and start again"):
+    with pytest.raises(CheckpointError, match=r"is incomplete, and the hub is unreachable\. Connect and try again"):
         find_checkpoint("owner/model", dtype="float32")
     env.set(constants, "HF_HUB_OFFLINE", False)
     env.hub.num_cuts = 0

@@ -198,7 +198,7 @@ def test_failures_print_one_line_and_exit_with_1(folder, image_file, tmp_path, c
     not_an_image = tmp_path / "text.png"
     not_an_image.write_text("text")
     for image, model, message in (
-        (tmp_path / "absent.png", folder, "There is no file"),
+        (tmp_path / "absent.png", folder, "Image file not found"),
         (not_an_image, folder, "Unsupported or corrupt image"),
         (image_file, tmp_path / "absent", "is neither a local folder"),
     ):

@@ -30,7 +30,7 @@ DOWNLOADED_FILES = (
     "model-*-of-*.safetensors",
 )
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MAX_LISTED_NAMES = 8  # in an error message; the rest is counted
+MAX_LISTED_NAMES = 8  # in an error message
 MAX_NAME_LENGTH = 200
 
 
@@ -53,7 +53,7 @@ def require_files(names: Collection[str], place: str, can_convert: bool = False)
 
     Args:
         names: of the files.
-        place: the folder or hub id, for the message.
+        place: the folder or hub id shown in messages.
         can_convert: whether tokenizer.model is accepted instead of tokenizer.json; see `load_tokenizer`.
     """
     if not {SINGLE_FILE, INDEX_FILE} & set(names):
@@ -86,7 +86,7 @@ def missing_config(place: str) -> CheckpointError:
 
 
 def _missing_weights(names: Collection[str], place: str) -> CheckpointError:
-    """The error for a folder or repository without safetensors weights, by the kind of weights it has."""
+    """The error for a folder or repository without safetensors weights; depends on what it has instead."""
     if "adapter_config.json" in names:
         return CheckpointError(
             "checkpoint.adapter",
@@ -159,7 +159,7 @@ def _read_index(index: Path) -> list[Path]:
 
 
 def _is_plain_name(name: Any) -> bool:
-    """Whether this is a bare file name; a path could point outside the folder."""
+    """Whether this is a bare .safetensors file name; a path could point outside the folder."""
     return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
 
 
@@ -175,6 +175,6 @@ def require_shard(file: Path) -> None:
 
 
 def format_names(names: list[Any]) -> str:
-    """Join names for a message; a long list is cut and its rest counted."""
+    """Join names for a message; names after the first MAX_LISTED_NAMES are only counted."""
     more = f", and {len(names) - MAX_LISTED_NAMES} more" if len(names) > MAX_LISTED_NAMES else ""
     return ", ".join(str(name)[:MAX_NAME_LENGTH] for name in names[:MAX_LISTED_NAMES]) + more

@@ -29,7 +29,7 @@ class CheckpointSource:
         origin: "bundled", "folder" or "hub".
         name: the hub id, or the folder as given.
         revision: branch, tag or commit on the hub; None elsewhere.
-        dtype: argument for `load_model`: a dtype, or "auto" to keep the stored one.
+        dtype: to pass to `load_model`: a dtype, or "auto" for the stored one.
     """
 
     folder: Path
@@ -52,8 +52,8 @@ def find_checkpoint(
     Args:
         source: None for the bundled model; a folder in the hub's layout; or a hub id such as
             "google/paligemma2-3b-mix-224".
-        revision: branch, tag or commit, only with a hub id. None: the branch stored in the requested dtype if the
-            repository has one, else main.
+        revision: branch, tag or commit, only with a hub id. None: the branch with weights in the requested
+            dtype if the repository has one, else main.
         token: access token of the hub; None: the one from `hf auth login` or HF_TOKEN.
         device, dtype: as for `load_model`. For a hub id, dtype "auto" is bfloat16 if the device has native bfloat16
             matmuls, else float32; otherwise it is the stored dtype.
@@ -125,7 +125,7 @@ def _find_on_hub(
 
 
 def _check_config(folder: Path, name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise CheckpointError, before the download, for an unsupported model or one larger than the total memory."""
+    """Raise CheckpointError, before the download, if the model is unsupported or exceeds the total memory."""
     config = read_config(folder, name)
     needed = config.approximate_parameters * dtype.itemsize
     is_memory_mapped = device.type == "cpu" and config.dtype == dtype_name(dtype)

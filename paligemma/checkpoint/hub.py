@@ -1,4 +1,4 @@
-"""Download checkpoints from the Hugging Face hub, with checks before the weights and an explanation of each failure.
+"""Download checkpoints from the Hugging Face hub, and convert failures to CheckpointErrors with advice.
 
 huggingface_hub transfers the files and manages the cache. File names, configuration and disk space are checked before
 any weights are downloaded. Only files that match the given patterns are downloaded, and no code in them is executed.
@@ -81,7 +81,7 @@ def download(
             raise
         except (hub_errors.RevisionNotFoundError, NotCachedError) as error:
             failures.append((error, revision))  # try the next revision
-        except Exception as error:  # the HTTP client's errors share no other base class
+        except Exception as error:  # errors of the HTTP client have no more specific base class
             failures.append((error, revision))
             break
     token = _token_in_use(token)
@@ -114,7 +114,7 @@ def _fetch(
     wanted = {name: size for name, size in sizes.items() if any(fnmatch(name, pattern) for pattern in patterns)}
     missing = _missing_files(wanted, folder)
     if sizes and not missing:
-        return folder  # without a write, so that a read-only cache works
+        return folder  # without writing, so that a read-only cache works
     _require_space(repo, sum(missing.values()))
     bar = _reporting_bar(progress, sum(missing.values()))
     for name in missing:
@@ -124,7 +124,7 @@ def _fetch(
 
 
 def _download_file(repo: str, name: str, size: int, source: Mapping[str, Any]) -> Path:
-    """Return a file from the cache or the hub, replacing a truncated cached file, which huggingface_hub would reuse."""
+    """Return a file from the cache or the hub. Replaces a truncated cached file, which huggingface_hub would reuse."""
     file = Path(huggingface_hub.hf_hub_download(repo, name, **source))
     if size and file.stat().st_size != size:
         file = Path(huggingface_hub.hf_hub_download(repo, name, force_download=True, **source))
@@ -132,7 +132,7 @@ def _download_file(repo: str, name: str, size: int, source: Mapping[str, Any]) -
 
 
 def _from_cache(repo: str, revision: str, patterns: Sequence[str], reason: Exception) -> Path:
-    """Return the cached folder after the hub failed for this reason; raise NotCachedError if there is none."""
+    """Return the cached folder if the hub failed (`reason`); raise NotCachedError if there is none."""
     try:
         folder = huggingface_hub.snapshot_download(
             repo, revision=revision, local_files_only=True, allow_patterns=list(patterns)
@@ -146,7 +146,7 @@ def _from_cache(repo: str, revision: str, patterns: Sequence[str], reason: Excep
 
 
 def _missing_files(sizes: Mapping[str, int], folder: Path) -> dict[str, int]:
-    """Return the files that are not in the folder or have another size there."""
+    """Return the files that are missing in the folder or have a different size there."""
     return {
         name: size
         for name, size in sizes.items()
@@ -213,7 +213,7 @@ def _explain(error: Exception, repo: str, revision: str, token: str | None) -> C
     if isinstance(error, hub_errors.IncompleteSnapshotError):
         return CheckpointError(
             "hub.incomplete",
-            "The download of {repo} ({revision}) is incomplete, and the hub is unreachable. Connect and start again; "
+            "The download of {repo} ({revision}) is incomplete, and the hub is unreachable. Connect and try again; "
             "complete files are kept.",
             repo=repo,
             revision=revision,
@@ -230,14 +230,14 @@ def _explain(error: Exception, repo: str, revision: str, token: str | None) -> C
         return CheckpointError(
             "hub.cache_not_writable",
             "{repo} cannot be stored in the cache {cache}: {reason}. Make that folder writable, or set HF_HOME to "
-            "another one.",
+            "another folder.",
             repo=repo,
             cache=str(_cache_folder()),
             reason=str(error),
         )
     return CheckpointError(
         "hub.download_failed",
-        "Downloading {repo} failed: {reason}. Check the connection and start again; complete files are kept.",
+        "Downloading {repo} failed: {reason}. Check the connection and try again; complete files are kept.",
         repo=repo,
         reason=f"{type(error).__name__}: {error}",
     )
@@ -257,7 +257,7 @@ def _explain_unreachable(cause: BaseException | None, repo: str, revision: str) 
     return CheckpointError(
         "hub.unreachable",
         "{repo} ({revision}) is not in the cache {cache}, and the hub is unreachable ({reason}). Check the connection "
-        "and start again, or use a local folder.",
+        "and try again, or use a local folder.",
         repo=repo,
         revision=revision,
         cache=str(_cache_folder()),
@@ -346,7 +346,7 @@ def _redacted(error: CheckpointError, token: str | None) -> CheckpointError:
 
 
 def redact_tokens(text: str, token: str | None = None) -> str:
-    """Replace this token, and everything that looks like an access token of the hub, by "[token]"."""
+    """Replace `token`, and anything that looks like an access token of the hub, with "[token]"."""
     if token:
         text = text.replace(token, "[token]")
     return TOKEN.sub("[token]", text)

@@ -1,6 +1,8 @@
-"""Safetensors headers, tensor names of the four checkpoint layouts, and checks against the configuration.
+"""Safetensors headers, tensor names of the checkpoint layouts, and checks against the configuration.
 
-Only headers are read here. The head comparison is the exception: it reads the embedding and a stored head in blocks.
+The four layouts are those of the hub, transformers >= 4.52, transformers 5, and transformers 5 with
+save_original_format=False. Only headers are read here, except by `check_head`, which compares a stored head with the
+embedding.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from paligemma.errors import CheckpointError
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 EMBEDDING = "language_model.model.embed_tokens.weight"
 HEAD = "language_model.lm_head.weight"
-# Prefixes of stored names and of the parameters here, which are named as in the hub's checkpoints. The first match
-# applies.
+# (prefix in the file, prefix of the parameter name); the first match applies. Parameters are named as in the hub's
+# checkpoints.
 PREFIXES = (
     # transformers >= 4.52; for the vision tower also transformers 5 with save_original_format=False
     ("model.language_model.", "language_model.model."),
@@ -35,7 +37,7 @@ PREFIXES = (
 )
 # Constants that old versions of transformers stored with the weights; the model computes them.
 LEGACY_BUFFERS = (".embeddings.position_ids", ".rotary_emb.inv_freq")
-ROWS_PER_BLOCK = 8192  # of head and embedding, compared at a time
+ROWS_PER_BLOCK = 8192  # rows of head and embedding compared at a time
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class StoredTensor:
     """A tensor in a file, as described by the file's header.
 
     Attributes:
-        key: its name in the file.
+        key: name in the file.
         dtype: safetensors' short name, such as "BF16".
     """
 
@@ -63,9 +65,9 @@ class StoredTensor:
 
 def canonical_name(key: str) -> str:
     """Return the parameter name of a tensor in any of the four layouts; unknown names are returned unchanged."""
-    for old, new in PREFIXES:
-        if key.startswith(old):
-            return new + key.removeprefix(old)
+    for stored, canonical in PREFIXES:
+        if key.startswith(stored):
+            return canonical + key.removeprefix(stored)
     return key
 
 
@@ -179,7 +181,7 @@ def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def main_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype:
-    """Return the dtype of most weights."""
+    """Return the dtype of the majority of weights."""
     elements: Counter[torch.dtype] = Counter()
     for tensor in tensors:
         elements[STORED_DTYPES[tensor.dtype]] += tensor.num_elements

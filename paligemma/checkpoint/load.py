@@ -50,9 +50,9 @@ def load_model(
     weights are read, converted and moved one tensor at a time.
 
     Args:
-        folder: contains config.json and the weights, in any of the four layouts.
+        folder: contains config.json and the weights, in any layout described in `checkpoint.layout`.
         device: "auto" (CUDA, else MPS, else CPU) or a device.
-        dtype: "auto" (the stored dtype; of mixed ones that of most weights), "float32", "bfloat16" or "float16".
+        dtype: "auto" (the stored dtype; if mixed, that of most weights), "float32", "bfloat16" or "float16".
         progress: called with ("loading", bytes done, total bytes) after each tensor.
         trainable: whether parameters require gradients.
 
@@ -94,7 +94,7 @@ def load_for_inference(
     backend = _choose_backend(opened, weights.values(), quantize)
     if backend is None:
         _load_weights(opened, _ProgressCounter(progress, tensors.values()))
-        name, plain_part = dtype_name(opened.dtype), "prefill"
+        name, float32_part = dtype_name(opened.dtype), "prefill"
     else:
         # The embedding is read twice: as the embedding and as the tied head.
         counter = _ProgressCounter(progress, [*tensors.values(), tensors[EMBEDDING]])
@@ -103,16 +103,16 @@ def load_for_inference(
         with wrap_os_errors(opened.folder):
             kernels.replace_linears(model, readers, backend, lambda module: counter.add(weights[module]))
         model.activation_dtype = backend.activation_dtype
-        name, plain_part = backend.name, "vision tower"
+        name, float32_part = backend.name, "vision tower"
     if not kernels.has_fast_matmul(opened.device, opened.dtype):
         kernels.use_float32_matmul(model)
-        name = f"{name}, {plain_part} in float32"
+        name = f"{name}, {float32_part} in float32"
     return model.requires_grad_(False).eval(), name
 
 
 @dataclass(frozen=True)
 class _OpenCheckpoint:
-    """A checkpoint whose headers are read and checked, and whose weights are not read yet.
+    """A checkpoint with validated headers, before its weights are loaded.
 
     Attributes:
         model: on the meta device, without weights.
@@ -151,7 +151,7 @@ def _decoder_weights(opened: _OpenCheckpoint) -> dict[str, StoredTensor]:
 def _choose_backend(
     opened: _OpenCheckpoint, weights: Collection[StoredTensor], quantize: str | None
 ) -> kernels.Backend | None:
-    """The backend for this machine; None for plain linear layers, also if memory is too small for packing."""
+    """Choose the backend; None for plain linear layers, also if there is not enough memory to pack them."""
     device, folder = opened.device, opened.folder
     backend = kernels.choose_backend(quantize, device, opened.dtype, weight_files(folder))
     if backend is None:
@@ -161,7 +161,7 @@ def _choose_backend(
     if quantize is not None:
         memory.require_memory(needed, device, backend.weight_dtype, str(folder))
     elif needed > memory.available_memory(device).available:
-        log.warning("Too little memory is available to pack the weights of %s; they are used unpacked.", folder)
+        log.warning("Not enough memory to pack the weights of %s; they are used unpacked.", folder)
         return None
     return backend
 
@@ -189,13 +189,13 @@ def read_config(folder: Path, name: str | None = None) -> PaliGemmaConfig:
 
 
 def build_empty_model(config: PaliGemmaConfig) -> PaliGemmaForConditionalGeneration:
-    """Build the model on the meta device: all names and shapes, without memory for weights."""
+    """Build the model on the meta device, which allocates no memory for weights."""
     with torch.device("meta"), _SkipInitialization():
         return PaliGemmaForConditionalGeneration(config)
 
 
 class _SkipInitialization(TorchFunctionMode):
-    """Skips `torch.nn.init`, which imports PyTorch's compiler for meta tensors (several seconds and 70 MB)."""
+    """Skip `torch.nn.init`, which imports PyTorch's compiler for meta tensors (several seconds and 70 MB)."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if getattr(func, "__module__", None) == torch.nn.init.__name__:
@@ -207,7 +207,7 @@ class _SkipInitialization(TorchFunctionMode):
 
 
 class _ProgressCounter:
-    """Reports bytes read to a progress function."""
+    """Report the bytes read to a progress callback."""
 
     def __init__(self, progress: Progress | None, tensors: Iterable[StoredTensor]) -> None:
         self._progress = progress
@@ -234,8 +234,8 @@ def _load_weights(opened: _OpenCheckpoint, counter: _ProgressCounter, skipped: C
 def check_memory(tensors: Collection[StoredTensor], device: torch.device, dtype: torch.dtype, folder: Path) -> None:
     """Raise CheckpointError unless memory suffices for the weights that are not memory-mapped.
 
-    Memory-mapped weights can be dropped from memory and read again; if they exceed the total memory, that happens for
-    every token, so a warning is logged.
+    The OS can evict memory-mapped weights and read them again; if they exceed the total memory, that happens for every
+    token, so a warning is logged.
     """
     total = memory.available_memory(device).total
     copied = [tensor for tensor in tensors if not _is_memory_mapped(tensor, device, dtype)]
@@ -272,6 +272,6 @@ def _read_tensors(
 
 
 def _read_unmapped(tensor: StoredTensor) -> Tensor:
-    """Read a tensor through a mapping of its own, which is released together with the tensor."""
+    """Read a tensor through its own memory map, which is released with the tensor."""
     with safe_open(tensor.file, framework="pt") as opened:
         return opened.get_tensor(tensor.key)

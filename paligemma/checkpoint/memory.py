@@ -1,4 +1,4 @@
-"""Memory available for model weights, within the limits of containers."""
+"""Memory available for model weights, within the limits of containers (cgroups)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Memory:
 
 
 def available_memory(device: torch.device) -> Memory:
-    """Return the memory for weights on this device: the GPU's, or the machine's within its cgroup limits."""
+    """Return the memory for weights on a device: the GPU's, or the machine's within its cgroup limits."""
     if device.type == "cuda":
         available, total = torch.cuda.mem_get_info(device)
         return Memory(total, available)

@@ -31,7 +31,7 @@ def save_model(
         dtype: of the stored weights; None: the model's.
 
     Raises:
-        CheckpointError: if the files cannot be written, which leaves existing files unchanged, or if the model was
+        CheckpointError: if the files cannot be written (existing files are then unchanged), or if the model was
             loaded by `load_for_inference` and its weights are packed or quantized.
     """
     if any(isinstance(module, InferenceLinear) for module in model.modules()):

@@ -1,4 +1,4 @@
-"""Faster replacements for `nn.Linear`, chosen for this machine and installed from outside the model.
+"""Faster replacements for `nn.Linear` in inference, chosen for this machine.
 
 The model classes contain plain `nn.Linear` modules. `choose_backend` selects a weight format, and `replace_linears`
 swaps modules one by one, so that only one weight at a time is in memory twice.
@@ -41,7 +41,7 @@ WeightReader = Callable[[], Tensor]
 
 
 class Backend(Protocol):
-    """A weight format and the kernel that multiplies with it.
+    """A weight format and its matmul kernel.
 
     Attributes:
         name: shown to users, such as "int8 (oneDNN)".
@@ -101,7 +101,7 @@ def replace_linears(
     backend: Backend,
     on_replaced: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Replace linear modules by those of a backend, one by one. The model is then for inference only.
+    """Replace linear modules with those of a backend, one by one. The model then supports inference only.
 
     Args:
         weights: module names in `model`, each with a function that reads the weight in its stored dtype.
@@ -113,7 +113,7 @@ def replace_linears(
 
 
 def use_float32_matmul(model: nn.Module) -> None:
-    """Replace every remaining `nn.Linear` by a `Float32MatmulLinear` with the same parameters."""
+    """Replace every remaining `nn.Linear` with a `Float32MatmulLinear` with the same parameters."""
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             model.set_submodule(name, Float32MatmulLinear.from_linear(module))

@@ -1,7 +1,7 @@
-"""int8 weights with one scale per output channel, and the kernels that multiply with them.
+"""int8 weights with one scale per output channel, and matmul kernels for them.
 
 W[i, j] is approximately scale[i] * values[i, j], with integer values in [-127, 127]. Weights take half the memory of
-bfloat16, and decoding reads half as much per token.
+bfloat16, and decoding reads half as many bytes per token.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from paligemma.kernels.linear import InferenceLinear, is_accurate
 from paligemma.kernels.store import QuantizedStore, QuantizedWeight
 
-LEVELS = 127  # symmetric: -127 to 127
-# Attention projections, 9% of the weights of PaliGemma 3B, get a second int8 term. In random models, their rounding
-# error dominates without it, and the total error is below bfloat16's with it.
+QUANT_MAX = 127  # symmetric: -127 to 127
+# Attention projections, 9% of the weights of PaliGemma 3B, get a second int8 term. In randomly initialized models,
+# their rounding error dominates without it; with it, the total error is below that of bfloat16.
 RESIDUAL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 WEIGHTS_PER_BLOCK = 2**20  # quantized at a time in float32, to fit the CPU cache
 ACTIVATIONS_PER_BLOCK = 2**18
 
 
 def quantize_weight(weight: Tensor) -> QuantizedWeight:
-    """Round each output channel to 255 evenly spaced values, symmetric about 0.
+    """Quantize symmetrically, with one scale per output channel.
 
     Args:
         weight: (out_features, in_features), any float dtype, finite.
@@ -38,14 +38,14 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     scales = torch.empty(weight.shape[0])
     for block in _row_blocks(weight, WEIGHTS_PER_BLOCK):
         exact = weight[block].float()
-        largest = exact.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * LEVELS)
-        scales[block] = largest / LEVELS
+        largest = exact.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * QUANT_MAX)
+        scales[block] = largest / QUANT_MAX
         values[block] = (exact / scales[block, None]).round_().to(torch.int8)
     return values, scales
 
 
 def quantize_weight_with_residual(weight: Tensor) -> QuantizedWeight:
-    """Quantize a weight, then its rounding error with scales 254 times smaller.
+    """Quantize a weight, then its rounding error with scales that are 254 times smaller.
 
     Args:
         weight: as in `quantize_weight`.
@@ -59,33 +59,33 @@ def quantize_weight_with_residual(weight: Tensor) -> QuantizedWeight:
     for block in _row_blocks(weight, WEIGHTS_PER_BLOCK):
         steps = scales[block, None]
         error = weight[block].float() - values[block] * steps
-        residual[block] = (error / steps * (2 * LEVELS)).round_().to(torch.int8)
-    return torch.cat((values, residual)), torch.cat((scales, scales / (2 * LEVELS)))
+        residual[block] = (error / steps * (2 * QUANT_MAX)).round_().to(torch.int8)
+    return torch.cat((values, residual)), torch.cat((scales, scales / (2 * QUANT_MAX)))
 
 
-def quantize_activations(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Quantize each activation vector, then its rounding error with a scale 2 * levels times smaller.
+def quantize_activations(x: Tensor, quant_max: int) -> tuple[Tensor, Tensor]:
+    """Quantize each activation vector, then its rounding error with a scale that is 2 * quant_max times smaller.
 
     Scales are per vector, so that a small vector next to a large one keeps its precision. The residual doubles the
     arithmetic but not the memory traffic, and makes the activations' rounding error negligible next to the weights'.
 
     Args:
         x: (tokens, features), any float dtype.
-        levels: largest integer, at most 127.
+        quant_max: largest quantized value, at most 127.
 
     Returns:
-        uint8, (2 * tokens, features), the residuals below the main terms, with zero point `levels + 1`; and float32
+        uint8, (2 * tokens, features), the residuals below the main terms, with zero point `quant_max + 1`; and float32
         scales, (tokens, 1).
     """
     quantized = torch.empty((2, *x.shape), dtype=torch.uint8)
     scales = torch.empty((x.shape[0], 1))
     for block in _row_blocks(x, ACTIVATIONS_PER_BLOCK):
         largest = x[block].abs().amax(dim=-1, keepdim=True).float()
-        scales[block] = largest.clamp_(min=torch.finfo(torch.float32).tiny * levels).div_(levels)
+        scales[block] = largest.clamp_(min=torch.finfo(torch.float32).tiny * quant_max).div_(quant_max)
         scaled = x[block] / scales[block]
         main = scaled.round()
-        quantized[1, block] = scaled.sub_(main).mul_(2 * levels).round_().add_(levels + 1)
-        quantized[0, block] = main.add_(levels + 1)
+        quantized[1, block] = scaled.sub_(main).mul_(2 * quant_max).round_().add_(quant_max + 1)
+        quantized[0, block] = main.add_(quant_max + 1)
     return quantized.flatten(0, 1), scales
 
 
@@ -99,28 +99,28 @@ def _row_blocks(matrix: Tensor, max_numbers: int) -> Iterator[slice]:
 
 
 class OneDnnInt8Linear(InferenceLinear):
-    """Integer products of int8 weights and activations quantized by `quantize_activations`.
+    """Integer matmul of int8 weights and activations from `quantize_activations`.
 
     Args:
         values: int8, (out_features, in_features). scales: float32, (out_features,).
-        levels: largest integer of the activations. x86 CPUs without VNNI add two products in 16 bits, which overflow
+        quant_max: largest quantized activation. x86 CPUs without VNNI add pairs of products in 16 bits, which overflows
             unless activations have 7 bits.
     """
 
-    def __init__(self, values: Tensor, scales: Tensor, levels: int = LEVELS) -> None:
+    def __init__(self, values: Tensor, scales: Tensor, quant_max: int = QUANT_MAX) -> None:
         super().__init__(values.shape[1], values.shape[0])
-        self.levels = levels
+        self.quant_max = quant_max
         self.packed = torch.ops.onednn.qlinear_prepack(values.contiguous(), None)
         self.scales = scales
         self.zero_points = torch.zeros(len(scales), dtype=torch.int64)
         # The activations' zero point adds a constant to each output; the bias subtracts it.
-        zero_point = torch.full((1, self.in_features), levels + 1, dtype=torch.uint8)
+        zero_point = torch.full((1, self.in_features), quant_max + 1, dtype=torch.uint8)
         self.bias = -self._multiply(zero_point, bias=None)[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        quantized, scales = quantize_activations(x.flatten(0, -2), self.levels)
+        quantized, scales = quantize_activations(x.flatten(0, -2), self.quant_max)
         main, residual = self._multiply(quantized, self.bias).chunk(2)
-        products = main.add_(residual, alpha=0.5 / self.levels).mul_(scales)
+        products = main.add_(residual, alpha=0.5 / self.quant_max).mul_(scales)
         return products.to(x.dtype).unflatten(0, x.shape[:-1])
 
     def _multiply(self, quantized: Tensor, bias: Tensor | None) -> Tensor:
@@ -135,7 +135,7 @@ class OneDnn7BitLinear(OneDnnInt8Linear):
     """`OneDnnInt8Linear` with 7-bit activations, for CPUs without VNNI."""
 
     def __init__(self, values: Tensor, scales: Tensor) -> None:
-        super().__init__(values, scales, levels=LEVELS // 2)
+        super().__init__(values, scales, quant_max=QUANT_MAX // 2)
 
 
 class WeightOnlyInt8Linear(InferenceLinear):
@@ -152,7 +152,7 @@ class WeightOnlyInt8Linear(InferenceLinear):
 
 
 class DequantizeInt8Linear(WeightOnlyInt8Linear):
-    """Dequantizes the whole weight in each call. Slow, but works on every device; the reference for other kernels."""
+    """Dequantize the whole weight in every call. Slow, but works on every device; the reference for other kernels."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.values.to(x.dtype) * self.scales[:, None].to(x.dtype))
@@ -200,7 +200,7 @@ def choose_int8_kernel(device: torch.device) -> Int8Kernel:
 
 
 class Int8Backend:
-    """Builds int8 layers, from cached quantized weights where they exist. Implements `kernels.Backend`."""
+    """Build int8 layers, from cached quantized weights if there are any. Implements `kernels.Backend`."""
 
     weight_dtype = torch.int8
     # bfloat16 activations would add their own rounding error and exceed the accuracy bound.

@@ -98,7 +98,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 @torch.inference_mode()
 def is_accurate(make: Callable[[Tensor, Tensor], InferenceLinear], device: torch.device, dtype: torch.dtype) -> bool:
-    """Self-check: whether a kernel exists on this machine and computes the right products.
+    """Self-check: whether a kernel exists on this machine and computes correct products.
 
     The inputs include a single activation vector, vectors of very different magnitude, and the largest possible sums,
     which overflow in the 16-bit accumulation of x86 CPUs without VNNI.

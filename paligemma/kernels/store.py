@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 FORMAT_VERSION = 2  # of the cached files; part of the folder name, so other versions are ignored
-MIN_FREE_BYTES = 1_000_000_000  # disk space that the cache does not use
-STALE_SECONDS = 3600  # age after which a temporary file belongs to a process that was killed
+MIN_FREE_BYTES = 1_000_000_000  # disk space that must remain free
+STALE_SECONDS = 3600  # temporary files older than this are left over from a killed process
 
 QuantizedWeight = tuple[Tensor, Tensor]  # int8 values, (rows, in_features), and float32 scales, (rows,)
 
@@ -52,7 +52,7 @@ class QuantizedStore:
     Missing and damaged files are cache misses. A failed write is logged and disables further writes.
 
     Args:
-        folder: belongs to one checkpoint; created by the first write.
+        folder: of one checkpoint; created by the first write.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -98,7 +98,7 @@ class QuantizedStore:
             self._writable = False
             with suppress(OSError):
                 temporary.unlink()
-            log.warning("int8 weights are not cached; the next start quantizes them again: %s", error)
+            log.warning("int8 weights are not cached and will be quantized again on the next load: %s", error)
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
