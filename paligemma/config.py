@@ -15,6 +15,7 @@ from typing import Any
 from paligemma.errors import InputError
 from paligemma.validation import is_finite_number, is_integer
 
+IGNORE_INDEX = -100  # label of positions without a loss, the default of F.cross_entropy
 # Older files write "gelu" for the tanh approximation.
 TANH_GELU_NAMES = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")
 # Limits far above any PaliGemma model, so that an invalid config.json is rejected before anything is allocated.

@@ -16,9 +16,9 @@ from paligemma.attention_mask import check_additive_mask, limit_to_window
 from paligemma.config import GemmaConfig
 from paligemma.kv_cache import KVCache
 
-QUERY_BLOCK = 256  # queries per block in `plain_attention`; bounds the memory of the scores at 896 pixels
+QUERY_BLOCK = 256  # queries per block in `eager_attention`; bounds the memory of the scores at 896 pixels
 
-# Functions --------------------------------------------------------------------------------------------------------
+# Functions
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def attention_weights(
     return scores.softmax(dim=-1)
 
 
-def plain_attention(
+def eager_attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
     """Compute attention explicitly, one block of queries at a time. Arguments as for `attention`."""
@@ -91,12 +91,12 @@ def attention(
         (B, H, T, D), in the dtype of the queries.
     """
     if softcap is not None:
-        return plain_attention(queries, keys, values, mask, scale, softcap)
+        return eager_attention(queries, keys, values, mask, scale, softcap)
     grouped = keys.shape[1] != queries.shape[1]
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-# Modules ----------------------------------------------------------------------------------------------------------
+# Modules
 
 
 class GemmaRMSNorm(nn.Module):

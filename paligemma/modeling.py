@@ -7,12 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paligemma.attention_mask import PREFIX, SUFFIX, additive_mask, prefix_lm_visible
-from paligemma.config import PaliGemmaConfig
+from paligemma.config import IGNORE_INDEX, PaliGemmaConfig
 from paligemma.gemma import DecoderOutput, GemmaForCausalLM, LayerObserver
 from paligemma.kv_cache import KVCache
 from paligemma.siglip import SiglipVisionModel
-
-IGNORED_LABEL = -100
 
 
 class PaliGemmaMultiModalProjector(nn.Module):
@@ -159,7 +157,7 @@ def default_token_types(input_ids: Tensor, labels: Tensor | None, past: int) -> 
     """Infer token types (B, T): suffix if there are cached tokens, or from a sequence's first label on; else prefix."""
     if labels is None or past:
         return torch.full_like(input_ids, SUFFIX if past else PREFIX)
-    return (labels != IGNORED_LABEL).long().cummax(dim=1).values
+    return (labels != IGNORE_INDEX).long().cummax(dim=1).values
 
 
 def suffix_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -168,4 +166,4 @@ def suffix_loss(logits: Tensor, labels: Tensor) -> Tensor:
     Args:
         logits: float32, (B, T, vocab). labels: (B, T), unshifted, -100 where ignored.
     """
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX)

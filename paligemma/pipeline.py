@@ -168,7 +168,9 @@ def load(
         InputError: for any other invalid argument.
     """
     check_quantization(quantize)
-    found = checkpoint.find_checkpoint(source, revision, token, device, dtype, progress)
+    found = checkpoint.find_checkpoint(
+        source, revision=revision, token=token, device=device, dtype=dtype, progress=progress
+    )
     # Load the processor first, so that an invalid tokenizer is reported before weights are loaded.
     processor = PaliGemmaProcessor.from_folder(found.folder, checkpoint.read_config(found.folder))
     model, backend = checkpoint.load_for_inference(found.folder, device, found.dtype, quantize, progress)

@@ -11,21 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
 from paligemma import image_processing
+from paligemma.config import IGNORE_INDEX, PaliGemmaConfig
 from paligemma.errors import InputError
 from paligemma.image_processing import ImageSettings
 from paligemma.tokenizer import IMAGE, REPLACEMENT_CHARACTER, load_tokenizer, prepare_tokenizer
-
-if TYPE_CHECKING:
-    from paligemma.config import PaliGemmaConfig
-
-IGNORED_LABEL = -100
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -125,7 +121,7 @@ class PaliGemmaProcessor:
             # All sequences end with the suffix, so left padding aligns these with input_ids.
             length = inputs["input_ids"].shape[1]
             inputs["token_type_ids"] = _pad_left([[1] * len(ids) for ids in suffix_ids], 0, length)
-            inputs["labels"] = _pad_left(suffix_ids, IGNORED_LABEL, length)
+            inputs["labels"] = _pad_left(suffix_ids, IGNORE_INDEX, length)
         return inputs
 
     def resize(self, image: Image.Image) -> Image.Image:

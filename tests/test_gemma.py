@@ -18,7 +18,7 @@ from paligemma.gemma import (
     apply_rotary_pos_emb,
     attention,
     attention_weights,
-    plain_attention,
+    eager_attention,
     soft_cap,
 )
 from paligemma.kv_cache import KVCache
@@ -138,11 +138,11 @@ def random_mask(batch: int, queries: int, keys: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
 @pytest.mark.parametrize("masked", [False, True])
-def test_fused_attention_equals_plain_attention(key_heads: int, masked: bool) -> None:
+def test_fused_attention_equals_eager_attention(key_heads: int, masked: bool) -> None:
     queries, keys, values = qkv(key_heads=key_heads)
     mask = random_mask(2, 5, 9) if masked else None
     fused = attention(queries, keys, values, mask, 0.3, None)
-    torch.testing.assert_close(fused, plain_attention(queries, keys, values, mask, 0.3, None), atol=1e-5, rtol=0)
+    torch.testing.assert_close(fused, eager_attention(queries, keys, values, mask, 0.3, None), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -152,9 +152,9 @@ def test_blocks_of_queries_do_not_change_attention(
 ) -> None:
     queries, keys, values = qkv()
     mask = random_mask(2, 5, 9)
-    whole = plain_attention(queries, keys, values, mask, 0.3, softcap)
+    whole = eager_attention(queries, keys, values, mask, 0.3, softcap)
     monkeypatch.setattr(gemma, "QUERY_BLOCK", block)
-    torch.testing.assert_close(plain_attention(queries, keys, values, mask, 0.3, softcap), whole, atol=1e-6, rtol=0)
+    torch.testing.assert_close(eager_attention(queries, keys, values, mask, 0.3, softcap), whole, atol=1e-6, rtol=0)
 
 
 def test_neighboring_query_heads_share_a_key_head() -> None:
@@ -341,7 +341,7 @@ def test_residual_stream_is_not_normalized() -> None:
         torch.testing.assert_close(layer(x, rotary, None, None), x)
 
 
-def test_plain_attention_equals_the_formula_in_float64() -> None:
+def test_eager_attention_equals_the_formula_in_float64() -> None:
     queries, keys, values = (x.double() for x in qkv(heads=2, key_heads=2))
     expected = F.softmax(queries @ keys.transpose(-1, -2) * 0.3, dim=-1) @ values
-    torch.testing.assert_close(plain_attention(queries, keys, values, None, 0.3, None), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(eager_attention(queries, keys, values, None, 0.3, None), expected, atol=1e-5, rtol=0)

@@ -67,7 +67,7 @@ class LogitErrors:
         return self.quantized / self.bfloat16
 
 
-# Bundled model ----------------------------------------------------------------------------------------------------
+# Bundled model
 
 
 def example_requests(exact: paligemma.PaliGemma) -> list[Request]:
@@ -127,7 +127,7 @@ def kl_divergence(logits: Tensor, other_logits: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(dim=1)
 
 
-# Random checkpoints -----------------------------------------------------------------------------------------------
+# Random checkpoints
 
 
 def logit_errors(case: str, work_dir: Path, quantize: str, seeds: int = SEEDS) -> LogitErrors:
@@ -145,7 +145,7 @@ def logit_errors(case: str, work_dir: Path, quantize: str, seeds: int = SEEDS) -
     return LogitErrors(plain, quantized)
 
 
-# Report -----------------------------------------------------------------------------------------------------------
+# Report
 
 
 @dataclass(frozen=True)

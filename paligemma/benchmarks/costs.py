@@ -24,7 +24,7 @@ PASSES = 5
 INT8_SCALE_BYTES = 4  # one float32 per output channel
 
 
-# Measurements -----------------------------------------------------------------------------------------------------
+# Measurements
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     return Spread.of([their / our for our, their in zip(ours, theirs, strict=True)])
 
 
-# Hardware ---------------------------------------------------------------------------------------------------------
+# Hardware
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-# Model ------------------------------------------------------------------------------------------------------------
+# Model
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def _prefill_flops(vlm: paligemma.PaliGemma) -> int:
     return Work.of(vlm.config, vlm.dtype).prefill_flops(prefix_length(vlm))
 
 
-# Drawing ----------------------------------------------------------------------------------------------------------
+# Drawing
 
 
 def draw(curve: Curve) -> Figure:

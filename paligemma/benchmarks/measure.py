@@ -142,7 +142,7 @@ class SpeedReport:
     loading: dict[str, Loading]
 
 
-# Summaries --------------------------------------------------------------------------------------------------------
+# Summaries
 
 
 def speed_of(times: Sequence[Times], work: Work, peak: PeakRates, prefix_tokens: int, num_tokens: int) -> Speed:
@@ -212,7 +212,7 @@ def work_of(vlm: paligemma.PaliGemma, quantize: str | None) -> Work:
 
 
 def forced_ids(vlm: paligemma.PaliGemma, count: int) -> list[int]:
-    """Return `count` token ids spread over the vocabulary, without end tokens."""
+    """Return `count` token ids spread over the vocabulary, without EOS tokens."""
     allowed = vlm.allowed_tokens.clone()
     allowed[list(vlm.config.eos_token_ids)] = False
     token_ids = allowed.nonzero().flatten()
@@ -223,7 +223,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Measurement ------------------------------------------------------------------------------------------------------
+# Measurement
 
 
 def measure_speed(options: SpeedOptions) -> SpeedReport:

@@ -45,7 +45,7 @@ STOPWATCH = """() => {
 class PacedModel:
     """A model that generates exactly `num_tokens` tokens, each in at least `seconds_per_token`.
 
-    It repeats its most likely first token that is not an end token by `forced_ids`.
+    It repeats its most likely first token that is not an EOS token by `forced_ids`.
     """
 
     def __init__(self, model: paligemma.PaliGemma, num_tokens: int, seconds_per_token: float) -> None:

@@ -63,7 +63,7 @@ def save_processor_files(folder: Path, image_size: int, image_token_id: int = 0)
     )
 
 
-# Models -----------------------------------------------------------------------------------------------------------
+# Models
 
 GEMMA1 = {
     "model_type": "gemma",
@@ -181,7 +181,7 @@ def random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> T
     return 1.3 * noise * fan_in**-0.5
 
 
-# Files ------------------------------------------------------------------------------------------------------------
+# Files
 
 # Keys of the hub's config.json files. All other values are defaults.
 SPARSE_TOP_KEYS = {

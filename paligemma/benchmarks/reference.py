@@ -193,7 +193,7 @@ def select_token_logits(logits: Tensor, config: paligemma.PaliGemmaConfig, allow
     return logits[:, in_tokenizer]
 
 
-# Measures ---------------------------------------------------------------------------------------------------------
+# Measures
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _ratio(value: float | None) -> str:
     return NOT_MEASURED if value is None else f"{value:.2f} x"
 
 
-# Command line -----------------------------------------------------------------------------------------------------
+# Command line
 
 
 def build_parser() -> argparse.ArgumentParser:

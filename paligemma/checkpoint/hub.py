@@ -202,7 +202,7 @@ def _reporting_bar(progress: Progress | None, total: int) -> type[tqdm] | None:
     return ReportingBar
 
 
-# Explanations -----------------------------------------------------------------------------------------------------
+# Explanations
 
 
 def _explain(error: Exception, repo: str, revision: str, token: str | None) -> CheckpointError:
@@ -326,7 +326,7 @@ def _explain_gated(repo: str, url: str, status: int) -> CheckpointError:
     )
 
 
-# Access tokens ----------------------------------------------------------------------------------------------------
+# Access tokens
 
 
 def _token_in_use(token: str | None) -> str | None:

@@ -203,7 +203,7 @@ class _SkipInitialization(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Weights ----------------------------------------------------------------------------------------------------------
+# Weights
 
 
 class _ProgressCounter:

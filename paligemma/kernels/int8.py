@@ -95,7 +95,7 @@ def _row_blocks(matrix: Tensor, max_numbers: int) -> Iterator[slice]:
     return (slice(start, start + num_rows) for start in range(0, matrix.shape[0], num_rows))
 
 
-# Kernels ----------------------------------------------------------------------------------------------------------
+# Kernels
 
 
 class OneDnnInt8Linear(InferenceLinear):
@@ -170,7 +170,7 @@ class ResidualInt8Linear(InferenceLinear):
         return main + residual
 
 
-# Backend ----------------------------------------------------------------------------------------------------------
+# Backend
 
 
 @dataclass(frozen=True)
