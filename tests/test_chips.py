@@ -6,7 +6,7 @@ import pytest
 
 from paligemma.paths import ASSETS
 from paligemma.webapp.examples import example_chips, load_examples
-from paligemma.webapp.tasks import BUNDLED_NOTE, MIX_TASKS, apply_task, note_on, task_chips, tasks_of
+from paligemma.webapp.tasks import BUNDLED_NOTE, MIX_TASKS, apply_task, model_note, task_chips, tasks_of
 from paligemma.webapp.uploads import open_image
 
 
@@ -35,9 +35,9 @@ def test_tasks_are_those_the_model_was_trained_on():
     ],
 )
 def test_the_limits_of_a_model_are_noted(name, source, note):
-    assert note in note_on(name, source)
-    assert task_chips(tasks_of(source), note_on(name, source))["note"] == note_on(name, source)
-    assert note_on("google/paligemma2-3b-mix-224", source) == (BUNDLED_NOTE if source == "bundled" else "")
+    assert note in model_note(name, source)
+    assert task_chips(tasks_of(source), model_note(name, source))["note"] == model_note(name, source)
+    assert model_note("google/paligemma2-3b-mix-224", source) == (BUNDLED_NOTE if source == "bundled" else "")
 
 
 def test_every_example_has_an_image_a_prompt_and_a_credit():

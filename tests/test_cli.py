@@ -91,7 +91,7 @@ def test_limits_come_from_the_environment():
     environment = {"MAX_NEW_TOKENS": "64", "MAX_SECONDS": " 30", "MAX_WAITING": "4"}
     assert Limits.from_environment(environment) == Limits(64, 30, 4)
     for value in ("0", "-1", "many", "1.5"):
-        with pytest.raises(InputError, match=f"MAX_SECONDS must be a whole number >= 1, got '{value}'"):
+        with pytest.raises(InputError, match=f"MAX_SECONDS must be an integer >= 1, got '{value}'"):
             Limits.from_environment({"MAX_SECONDS": value})
 
 

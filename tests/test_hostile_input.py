@@ -128,14 +128,14 @@ def test_other_formats_are_rejected_by_content(name, tmp_path):
 
 
 BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
-    "declared width": (lambda: files.png_header(2**31 - 1, 2**31 - 1), "at most 40 million pixels"),
-    "declared size": (lambda: files.png_header(13_000, 13_000), "at most 40 million pixels .* got 13000 × 13000"),
+    "declared width": (lambda: files.png_header(2**31 - 1, 2**31 - 1), "at most 40 megapixels"),
+    "declared size": (lambda: files.png_header(13_000, 13_000), "at most 40 megapixels .* got 13000 × 13000"),
     "white square": (lambda: files.encode(Image.new("1", (13_000, 13_000)), "PNG"), "13000 × 13000"),
-    "one column": (lambda: files.encode(Image.new("1", (1, 100_000)), "PNG"), f"{MAX_SIDE} per side, got 1 × 100000"),
+    "one column": (lambda: files.encode(Image.new("1", (1, 100_000)), "PNG"), "pixels per side, got 1 × 100000"),
     "canvas of an animation": (lambda: files.webp_with_canvas(12_000), "12000 × 12000"),
     "compressed comment": (lambda: files.png_with_compressed_text(100), "Corrupt image"),
     "scans": (lambda: files.jpeg_with_scans(20_000), "Corrupt image"),
-    "skipped long rows": (lambda: files.bmp_with_delta(40_000_000), f"{MAX_SIDE} per side"),
+    "skipped long rows": (lambda: files.bmp_with_delta(40_000_000), f"{MAX_SIDE} pixels per side"),
     "skipped rows": (lambda: files.bmp_with_delta(MAX_SIDE), ""),
     "tile": (lambda: files.tiff_with_tile(12_288), "Tiled TIFF"),
 }
@@ -300,7 +300,7 @@ WRONG_VALUES = [
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "top_k", "top_n"])
 @pytest.mark.parametrize("value", WRONG_VALUES, ids=lambda value: type(value).__name__)
-def test_a_value_that_is_not_a_whole_number_is_rejected_with_a_short_message(name, value):
+def test_a_value_that_is_not_an_integer_is_rejected_with_a_short_message(name, value):
     with pytest.raises(ValueError, match=f"^{name} ") as caught:
         read_request("caption en", **{**DECODING, name: value})
     assert len(str(caught.value)) < 120
@@ -385,11 +385,11 @@ WRONG_CALLS: dict[str, tuple[int, Any, str]] = {
     "no image": (0, None, "Choose an image"),
     "list as prompt": (1, ["caption"], "prompt must be a string, got list"),
     "long prompt": (1, "x" * 100_000, "at most 2000 characters, got 100000"),
-    "string as number": (2, "5", "max_new_tokens must be a whole number"),
+    "string as number": (2, "5", "max_new_tokens must be an integer"),
     "NaN": (3, float("nan"), "temperature must be finite, got nan"),
     "infinity": (5, float("inf"), "top_p must be finite, got inf"),
-    "integer of 400 digits": (4, 10**400, "top_k must fit in a 64-bit integer"),
-    "bool as number": (7, True, "top_n must be a whole number, got True"),
+    "integer of 400 digits": (4, 10**400, "top_k must be in the range of a 64-bit integer"),
+    "bool as number": (7, True, "top_n must be an integer, got True"),
     "nested ids": (8, nested(80), "forced_ids[0] must be"),
     "object as time limit": (9, {"a": 1}, "time_limit must be a number, got dict"),
     "unknown model": (10, "x" * 1000, "scripted"),
@@ -403,10 +403,10 @@ def test_an_invalid_input_of_a_call_is_reported(server, inputs, name):
     assert message in error_of(events) and "passwd" not in events
 
 
-def test_a_refused_call_is_logged_without_its_inputs(server, inputs, caplog):
+def test_a_rejected_call_is_logged_without_its_inputs(server, inputs, caplog):
     caplog.set_level(logging.INFO)
     call(server, ["/etc/passwd", *inputs[1:]])
-    assert re.search(r"call refused: \w+ at \w+\.py:\d+ ", caplog.text) and "passwd" not in caplog.text
+    assert re.search(r"call rejected: \w+ at \w+\.py:\d+ ", caplog.text) and "passwd" not in caplog.text
 
 
 def test_only_the_path_of_an_upload_is_used(server, inputs):

@@ -35,9 +35,9 @@ def test_forced_ids_and_time_limit_are_optional():
 
 def test_ids_and_index_of_an_inspection():
     assert read_ids("token_ids", [3, 4]) == (3, 4) and read_ids("token_ids", None) == () and read_index(2.0) == 2
-    with pytest.raises(InputError, match=r"^token_ids\[1\] must be a whole number, got 'x'"):
+    with pytest.raises(InputError, match=r"^token_ids\[1\] must be an integer, got 'x'"):
         read_ids("token_ids", [3, "x"])
-    with pytest.raises(InputError, match=r"^index must be a whole number, got None"):
+    with pytest.raises(InputError, match=r"^index must be an integer, got None"):
         read_index(None)
 
 

@@ -32,7 +32,7 @@ def test_a_step_continues_an_incomplete_run():
     assert history.step_request() is None  # complete
     run.steps, run.finish_reason = run.steps[:2], "stopped"
     request = history.step_request()
-    assert (request.replaces, request.stop_after) == (1, 3)
+    assert (request.continues, request.stop_after) == (1, 3)
     assert read_request(*request.arguments)["forced_ids"] == run.token_ids
 
 

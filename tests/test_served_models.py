@@ -233,7 +233,7 @@ def test_the_log_has_one_line_per_request_and_no_user_data(image_file, monkeypat
     run_page(Session((served_model,)), image_file, prompt)
     lines = [record.getMessage() for record in caplog.records if record.name == "paligemma.app"]
     assert re.fullmatch(r"request: model=scripted tokens=3 first=0.01 total=\d\.\d\d outcome=eos", lines[0])
-    assert re.fullmatch(r"request refused: \w+Error", lines[1])
+    assert re.fullmatch(r"request rejected: \w+Error", lines[1])
     assert re.fullmatch(r"request: model=scripted tokens=0 first=- total=\d\.\d\d outcome=KeyError", lines[2])
     assert re.match(r"request failed: KeyError at test_served_models\.py:\d+ ", lines[3]) and len(lines) == 4
     assert all("\n" not in line for line in lines)

@@ -49,7 +49,7 @@ def test_exif_orientation_is_applied(tmp_path):
 def test_a_small_file_with_too_many_pixels_is_rejected(tmp_path):
     Image.new("1", (13_000, 13_000)).save(tmp_path / "bomb.png")
     assert (tmp_path / "bomb.png").stat().st_size < 50_000
-    with pytest.raises(InputError, match=f"at most {MAX_PIXELS // 10**6} million pixels .* got 13000 × 13000"):
+    with pytest.raises(InputError, match=f"at most {MAX_PIXELS // 10**6} megapixels .* got 13000 × 13000"):
         open_image(tmp_path / "bomb.png")
 
 

@@ -38,7 +38,7 @@ function createAttention(value) {
   const controls = create("div", "muted");
   const share = create("p");
   share.append(create("strong", "", (100 * selectHeads(value.picture_share)).toFixed(1) + " %"));
-  share.append(create("span", "", " " + t("of the attention is on the image")));
+  share.append(create("span", "", " " + t("of the attention is on image tokens")));
   controls.append(share, createSelect(t("layer"), value.attention.length, layer, (index) => (layer = index)));
   controls.append(createSelect(t("head"), value.attention[0].length, head, (index) => (head = index)));
   controls.append(create("p", "", t("Attention weights are not an explanation of the answer.")));

@@ -56,7 +56,7 @@ window.paligemma = (function () {
   }
   const t = (text, values) => formatMessage({ text, values });
 
-  // Gradio takes the language of the browser once and cannot switch it, and falls back to English for "zh". So Gradio's
+  // Gradio reads the browser's language once and cannot switch it, and falls back to English for "zh". So Gradio's
   // components have English labels, which are translated here. Parts translate their own text.
   const translations = new WeakMap();
   const attributeNames = ["placeholder", "aria-label", "title"];
@@ -131,8 +131,8 @@ window.paligemma = (function () {
     return node;
   }
 
-  // A focused element that is removed would move the keyboard focus to the top of the page. Focus the element at the
-  // same position instead, or the part itself if there is none.
+  // Removing the focused element would reset the keyboard focus to the top of the page. Focus the element at the same
+  // position instead, or the part itself if there is none.
   function replaceContent(part, ...children) {
     const focusable = () => [...part.querySelectorAll("button, select, input, [tabindex='0']")];
     const hadFocus = part.contains(document.activeElement);

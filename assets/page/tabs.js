@@ -14,7 +14,7 @@ function select(index, hasFocus) {
 }
 
 function draw() {
-  part.setAttribute("aria-label", t("Views of the answer"));
+  part.setAttribute("aria-label", t("Answer views"));
   part.replaceChildren(
     ...props.panels.map(([id, title], index) => {
       const tab = createButton("plain tab", t(title), () => select(index, true));

@@ -55,7 +55,7 @@ tokenList.setAttribute("role", "listbox");
 function drawLabels() {
   title.textContent = t("Answer");
   copyButton.textContent = t("Copy");
-  tokenList.setAttribute("aria-label", t("Tokens of the answer"));
+  tokenList.setAttribute("aria-label", t("Answer tokens"));
   curves.setAttribute("role", "img");
   curves.setAttribute("aria-label", t("Probability and entropy of each token"));
   drawPlaceholder();

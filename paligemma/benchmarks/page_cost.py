@@ -2,7 +2,7 @@
 
     python -m paligemma.benchmarks.page_cost [--model FOLDER_OR_HUB_ID] [--tokens 60]
 
-Measured with at least 100 ms per token and at full speed. Needs an installed Chromium or Chrome.
+Runs once at 100 ms or more per token, and once at full speed. Requires Chromium or Chrome.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STOPWATCH = """() => {
 class PacedModel:
     """A model that generates exactly `num_tokens` tokens, each in at least `seconds_per_token`.
 
-    It repeats its most likely first token that is not an EOS token by `forced_ids`.
+    Uses `forced_ids` to repeat its most likely first token that is not an EOS token.
     """
 
     def __init__(self, model: paligemma.PaliGemma, num_tokens: int, seconds_per_token: float) -> None:
@@ -73,7 +73,7 @@ class PacedModel:
 
 
 def measure_generation(model: PacedModel) -> float:
-    """Seconds of the generation without the page."""
+    """Seconds of generation without the page."""
     image = open_image(IMAGE)
     start = time.perf_counter()
     for _ in model.stream(image, PROMPT, top_n=10):
@@ -118,11 +118,11 @@ def report(name: str, browser: Browser, model: PacedModel, num_tokens: int) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a folder or a hub id (default: the bundled model)")
+    parser.add_argument("--model", help="checkpoint folder or hub id (default: the bundled model)")
     parser.add_argument("--tokens", type=int, default=60, help="default: %(default)s")
     arguments = parser.parse_args()
     vlm = paligemma.load(arguments.model)
-    measure_generation(PacedModel(vlm, 2, 0.0))  # warm up; later runs take the image features from the cache
+    measure_generation(PacedModel(vlm, 2, 0.0))  # warm up; later runs use cached image features
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
         for name, seconds in (("100 ms per token", 0.1), ("full speed", 0.0)):

@@ -2,7 +2,7 @@
 
     python -m paligemma.tools.screenshots [--model FOLDER_OR_HUB_ID] [--to FOLDER] [--example 11] [--locale en-US]
 
-The token with the highest entropy is selected. Needs an installed Chromium or Chrome.
+The token with the highest entropy is selected. Requires Chromium or Chrome.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run_example(page: Page, index: int) -> None:
 
 
 def warm_up(browser: Browser, url: str, index: int) -> None:
-    """Run an example once, because the first run is slower than the ones after it."""
+    """Run an example once, because the first run is slower than later ones."""
     page = open_page(browser, url, 1280)
     run_example(page, index)
     page.close()
@@ -74,7 +74,7 @@ def select_uncertain_token(page: Page) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a folder or a hub id (default: the bundled model)")
+    parser.add_argument("--model", help="checkpoint folder or hub id (default: the bundled model)")
     parser.add_argument("--to", type=Path, default=paths.ASSETS / "screenshots", help="default: %(default)s")
     parser.add_argument("--example", type=int, default=11, help="index of the example (default: %(default)s)")
     parser.add_argument("--locale", default="en-US", help="language of the browser (default: %(default)s)")

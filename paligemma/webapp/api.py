@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -15,7 +14,7 @@ from paligemma.errors import InputError
 from paligemma.generation import StepCollector
 from paligemma.webapp import events
 from paligemma.webapp.errors import report_error
-from paligemma.webapp.logs import error_location
+from paligemma.webapp.logs import error_location, log
 from paligemma.webapp.render import attention
 from paligemma.webapp.requests import (
     check_prompt_length,
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 # All events that run a model share one queue with one worker.
 MODEL_QUEUE: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
 PRIVATE: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
-
-log = logging.getLogger("paligemma.app")
 
 
 def answer_over_api(
@@ -77,7 +74,7 @@ def answer_over_api(
 def inspect_over_api(
     served_models: ServedModels, image: Any, prompt: Any, token_ids: Any, index: Any, model: Any = None
 ) -> Iterator[dict[str, Any] | None]:
-    """Attention on the image and logit lens of token `index` of an answer with the ids `token_ids`.
+    """Attention on the image and logit lens of token `index` of the answer `token_ids`.
 
     null while the model loads; then {"index", "grid": [rows, columns] of patches, "attention": weight of each patch in
     row-major order, per layer and head, "picture_share": their sum, per layer and head, "lens": per layer {"layer",
@@ -105,13 +102,13 @@ class Page(gr.Blocks):
     """Blocks with an error message for calls that fail before their handler runs."""
 
     async def process_api(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """As in Gradio, which reports such errors without a message."""
+        """Process a call. Gradio alone reports such errors without a message."""
         try:
             return await super().process_api(*arguments, **options)
         except gr.Error:
             raise
         except ValueError as error:  # missing inputs, wrong types, or a file that was not uploaded
-            log.info("call refused: %s at %s", type(error).__name__, error_location(error))
+            log.info("call rejected: %s at %s", type(error).__name__, error_location(error))
             message = InputError(
                 "request.inputs", "Invalid inputs. /gradio_api/info lists the inputs of each endpoint."
             )
@@ -123,15 +120,15 @@ class Page(gr.Blocks):
 def add_api(served_models: ServedModels, form: Form) -> None:
     """Add the endpoints to the page.
 
-    /generate and /inspect take components that the page does not show, because Gradio checks uploaded files only for
-    components; functions of `gr.api` get their inputs unchecked.
+    The inputs of /generate and /inspect are hidden components, because Gradio validates uploaded files only for
+    components; `gr.api` passes inputs to its function without validation.
     """
-    form = form._replace(seed=gr.Number(visible=False, value=None, precision=0, label="seed; empty: a random one"))
+    form = form._replace(seed=gr.Number(visible=False, value=None, precision=0, label="seed; empty = random"))
     # Gradio names MCP tools after the functions.
     generate, inspect = partial(answer_over_api, served_models), partial(inspect_over_api, served_models)
     generate.__name__, inspect.__name__ = "generate", "inspect"  # type: ignore[attr-defined]
-    model = gr.Textbox(visible=False, value=None, label="name of a model in /models; empty: the first one")
-    forced_ids = _token_ids("token ids to start the answer with")
+    model = gr.Textbox(visible=False, value=None, label="model name, as in /models; empty = first model")
+    forced_ids = _token_ids("token ids that the answer starts with")
     time_limit = gr.Number(visible=False, label="time limit in seconds")
     gr.Button(visible=False).click(
         generate,

@@ -36,14 +36,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--model",
         nargs="+",
         default=os.environ.get("MODEL_ID", "").split(),
-        help="checkpoint folder or hub id; several give a list to choose from "
+        help="checkpoint folder or hub id; with several, the page has a model list "
         "(default: $MODEL_ID, else the bundled model)",
     )
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     parser.add_argument(
-        "--quantize", help="int8: less memory, slightly less exact; faster on CPU, slower elsewhere (default: off)"
+        "--quantize", help="int8: less memory, slightly less accurate; faster on CPU, slower elsewhere (default: off)"
     )
     parser.add_argument(
         "--mask-decoder",
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def build_served_models(arguments: argparse.Namespace, limits: Limits | None = None) -> list[ServedModel]:
-    """Create a ServedModel for each `--model`, with the bundled model as fallback; nothing is loaded.
+    """Create a ServedModel for each `--model`, with the bundled model as fallback. Loads nothing.
 
     Raises:
         InputError: the mask decoder does not exist, or two models have the same name.
@@ -83,7 +83,7 @@ def _build_bundled_model(arguments: argparse.Namespace, **settings: Any) -> Serv
     folder = checkpoint.BUNDLED_FOLDER
     if not (folder / "config.json").is_file():
         return ServedModel("no model", None, **settings)
-    # As a fallback it ignores the options: the device or dtype may be why the other model could not be loaded.
+    # The fallback ignores the options: the device or dtype may be why the other model could not be loaded.
     names = () if arguments.model else ("revision", "device", "dtype", "quantize")
     options = {name: getattr(arguments, name) for name in names}
     mask_decoders = _mask_decoder_files(folder, None if arguments.model else arguments.mask_decoder)
@@ -107,7 +107,7 @@ def _build_served_model(
 
 
 def _mask_decoder_files(folder: Path, path: Path | None) -> list[Path]:
-    """Possible locations of a model's mask decoder."""
+    """Candidate paths of a model's mask decoder."""
     return [path] if path else [folder / name for name in MASK_DECODER_FILES]
 
 
@@ -121,10 +121,10 @@ def start_loading(served_models: ServedModels) -> None:
 
 
 def read_sign_in(environment: Mapping[str, str]) -> list[tuple[str, str]] | None:
-    """Read names and passwords from SIGN_IN. None: no sign-in is required.
+    """Parse user names and passwords from SIGN_IN. Returns None if no sign-in is required.
 
     Raises:
-        InputError: SIGN_IN has another form. The message does not contain its value.
+        InputError: SIGN_IN is malformed. The message does not contain its value.
     """
     pairs = [
         (name, password)

@@ -19,16 +19,16 @@ MASK_OPACITY = 0.45
 
 
 def coco_json(run: Run, decoder: MaskDecoder | None = None) -> str:
-    """Return the objects in the COCO format, with one image.
+    """Export the detected objects in COCO format, as a dataset of one image.
 
-    "bbox" is [left, top, width, height] in pixels. "segmentation" is an uncompressed run-length encoding, or empty
-    without a mask. "score" is the mean probability of the location tokens.
+    "bbox" is [left, top, width, height] in pixels. "segmentation" is an uncompressed RLE, or empty without a
+    mask. "score" is the mean probability of the location tokens.
     """
     detections = events.detections(run.steps, run.image.size, decoder)
     labels = dict.fromkeys(detection["label"] for detection in detections)
     categories = {label: number for number, label in enumerate(labels, start=1)}
     document = {
-        "info": {"description": "Objects in an answer of PaliGemma", "prompt": run.request["prompt"]},
+        "info": {"description": "Objects detected by PaliGemma", "prompt": run.request["prompt"]},
         "images": [{"id": 1, "width": run.image.width, "height": run.image.height}],
         "annotations": [
             _annotation(number, detection, categories[detection["label"]])

@@ -1,9 +1,8 @@
-"""Exceptions as users see them: errors with a code, and statuses of the page."""
+"""Convert exceptions to the errors and statuses that users see."""
 
 from __future__ import annotations
 
 import errno
-import logging
 import re
 from string import Formatter
 from typing import Any
@@ -11,23 +10,21 @@ from typing import Any
 import gradio as gr
 
 from paligemma.errors import CodedError, InputError
-from paligemma.webapp.logs import error_location
+from paligemma.webapp.logs import error_location, log
 from paligemma.webapp.messages import Status
-
-log = logging.getLogger("paligemma.app")
 
 
 def report_error(error: Exception) -> CodedError:
     """Log an exception, without user data, and return the error to show."""
     if isinstance(error, InputError | gr.Error):
-        log.info("request refused: %s", type(error).__name__)
+        log.info("request rejected: %s", type(error).__name__)
     else:
         log.error("request failed: %s at %s", type(error).__name__, error_location(error))
     return to_coded_error(error)
 
 
 def to_coded_error(error: Exception) -> CodedError:
-    """The error to show for an exception. Only the type of an unexpected exception is shown, not its message."""
+    """Return the error to show for an exception. Only the type of an unexpected exception is shown, not its message."""
     if isinstance(error, CodedError):
         return error
     if isinstance(error, gr.Error):  # from ZeroGPU, such as an exceeded quota; contains HTML links
@@ -47,7 +44,7 @@ def error_status(error: Exception) -> Status:
 
 
 def coded_status(error: CodedError) -> Status:
-    """An error as a status. Values are formatted here, so that the page only replaces `{name}` by text.
+    """Convert an error to a status. Values are formatted here, so that the page only replaces `{name}` with text.
 
     A value that is an error itself becomes a status too.
     """
@@ -67,12 +64,12 @@ def _page_value(value: Any, spec: str, conversion: str | None) -> Any:
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Whether the device has no space left."""
+    """Whether the error is a full disk (ENOSPC)."""
     return isinstance(error, OSError) and error.errno == errno.ENOSPC
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether Python, an accelerator or PyTorch on the CPU is out of memory."""
+    """Whether the error is an out-of-memory error of Python, an accelerator or PyTorch on the CPU."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     text = str(error)

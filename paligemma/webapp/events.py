@@ -41,11 +41,11 @@ def last_event(result: GenerationResult, size: tuple[int, int], mask_decoder: Ma
 def detections(
     steps: Sequence[Step], size: tuple[int, int], mask_decoder: MaskDecoder | None = None
 ) -> list[dict[str, Any]]:
-    """Detected objects of an answer, in its order.
+    """Detected objects of an answer, in order of appearance.
 
     Returns:
         [{"label", "box": [x_min, y_min, x_max, y_max] in pixels of the image, "score": see `location_score`,
-        "mask": uncompressed COCO run lengths, or None without mask tokens, a mask decoder or a pixel in the box}]
+        "mask": uncompressed COCO RLE, or None without mask tokens, a mask decoder or a pixel in the box}]
     """
     if not steps:
         return []

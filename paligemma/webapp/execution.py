@@ -27,9 +27,9 @@ UPDATE_INTERVAL_S = 0.05
 
 
 class Execution:
-    """A run request from validation to the last token. `handlers.run_pending` calls the methods.
+    """Execution of a run request, from validation to the last token. `handlers.run_pending` calls the methods.
 
-    It is not a generator, so that a step passes through only three of them: the model's, `ServedModel.stream` and
+    Not a generator itself: each step already passes through three, the model's, `ServedModel.stream` and
     `run_pending`.
 
     Attributes:
@@ -81,10 +81,10 @@ class Execution:
         )
 
     def _find_run(self, image: InputImage) -> tuple[Run, bool]:
-        """The run to continue, or a new one that is not in the history yet; and whether it is new."""
+        """Return the run to continue, or a new one that is not in the history yet; and whether it is new."""
         run_request, history = self._run_request, self._session.history
-        continued = run_request.replaces is not None
-        earlier = history.find(run_request.replaces if continued else run_request.parent)
+        continued = run_request.continues is not None
+        earlier = history.find(run_request.continues if continued else run_request.parent)
         if earlier:
             require_same_model(self.served_model, earlier)
         if continued:
@@ -103,7 +103,7 @@ class Execution:
         return step.finish_reason is not None or not (self._run_state.stop_requested or is_paused)
 
     def due_update(self) -> PageUpdate | None:
-        """The tokens since the last update, at most one update per UPDATE_INTERVAL_S.
+        """Return the tokens since the last update, or None if none is due: at most one per UPDATE_INTERVAL_S.
 
         The last token is part of the update that `finish` returns.
         """
@@ -128,7 +128,7 @@ class Execution:
             self.run.finish(None)
 
     def finish(self) -> PageUpdate:
-        """Store the result in the run. The update has only the run tree if the page shows another run by now."""
+        """Store the result in the run. If the page shows another run by now, update only the run tree."""
         run = self.run
         if run.steps is self.steps.steps:  # otherwise a continued run stopped before its first new token
             run.request = {**run.request, "max_new_tokens": self._request["max_new_tokens"]}

@@ -81,7 +81,7 @@ def run_pending(session: Session) -> Iterator[Any]:
         yield gr.skip()
         return
     try:
-        # First a value, then work: Gradio 6 closes an abandoned generator only after its first value.
+        # Yield before any work: Gradio 6 closes an abandoned generator only after its first value.
         yield encode_update(session, PageUpdate(messages.status("busy", "Preparing")))
         execution = Execution(session, run_request, run_state)
         for status in execution.served_model.wait():
@@ -102,15 +102,15 @@ def run_pending(session: Session) -> Iterator[Any]:
                     yield encode_update(session, update)
         yield encode_update(session, execution.finish())
     except Exception as error:
-        _forget_form(session, run_request)
+        _invalidate_form(session, run_request)
         yield encode_update(session, PageUpdate(error_status(error)))
     finally:
         run_state.finished = True
 
 
 def report_queue_full(session: Session) -> Status:
-    """The queue rejected the event that executes the pending request: drop the request."""
-    _forget_form(session, session.take_request())
+    """Drop the pending request, because the queue rejected the event that executes it."""
+    _invalidate_form(session, session.take_request())
     session.run_state.finished = True
     return coded_status(InputError("queue.full", messages.QUEUE_FULL))
 
@@ -123,7 +123,7 @@ def stop_run(session: Session) -> Any:
     run_state.stop_requested = True  # before take_request: run_pending may take it first, and then checks this flag
     run_request = session.take_request()
     if run_request:
-        _forget_form(session, run_request)
+        _invalidate_form(session, run_request)
         run_state.finished = True
         return messages.status("idle", "Stopped")
     return messages.status("busy", "Stopping after this token")
@@ -133,9 +133,9 @@ def _queued() -> Status:
     return messages.status("busy", "Queued")
 
 
-def _forget_form(session: Session, run_request: RunRequest | None) -> None:
+def _invalidate_form(session: Session, run_request: RunRequest | None) -> None:
     """After a failed request for a new run: the form no longer belongs to the current run, so Step starts a new one."""
-    if run_request is None or (run_request.parent is None and run_request.replaces is None):
+    if run_request is None or (run_request.parent is None and run_request.continues is None):
         session.form = None
 
 
@@ -143,7 +143,7 @@ def _forget_form(session: Session, run_request: RunRequest | None) -> None:
 
 
 def resend_page(session: Session) -> Any:
-    """The page missed an update: send all parts of the current run."""
+    """Send all parts of the current run, because the page missed an update."""
     run = session.history.current
     session.image = None  # send the image too
     return encode_update(session, full_page_update(session, run)) if run else gr.skip()
@@ -202,7 +202,7 @@ def inspect_token(session: Session, event: gr.EventData) -> Iterator[tuple[Any, 
 
 
 def image_shares(session: Session, event: gr.EventData) -> Iterator[tuple[Any, Any]]:
-    """Share of each token's attention that goes to the image: (status, shares)."""
+    """Share of each token's attention that is on the image: (status, shares)."""
     yield messages.status("busy", "Inspecting"), gr.skip()
     try:
         served_model, run = yield from _wait_for_model(session, event)
@@ -245,7 +245,7 @@ def _download(session: Session, name: str, media_type: str, **content: str) -> d
 
 
 def show_image(session: Session, upload: Any) -> tuple[Any, Any]:
-    """An image was uploaded or removed. Returns (status, image view)."""
+    """Show an uploaded image, or none after its removal. Returns (status, image view)."""
     path = uploaded_path(upload)
     clear_image(session)
     if path is None:
@@ -267,7 +267,7 @@ def _load_image_view(session: Session, path: str | Path) -> Any:
 
 
 def clear_image(session: Session) -> None:
-    """The image was removed from the image view."""
+    """Clear the image after its removal from the image view."""
     session.image = session.example = None
 
 
@@ -290,7 +290,7 @@ def show_model(session: Session) -> tuple[Any, Any, gr.Timer]:
     """The selected model's state: (badge, task chips, timer that polls while the model loads)."""
     served_model = session.served_model
     loading = served_model.loading  # read before the status: if loading ends in between, the timer polls once more
-    note = tasks.note_on(served_model.name, served_model.model.source if served_model.model else None)
+    note = tasks.model_note(served_model.name, served_model.model.source if served_model.model else None)
     return served_model.status, tasks.task_chips(_tasks(served_model), note), gr.Timer(active=loading)
 
 

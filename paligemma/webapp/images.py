@@ -25,7 +25,7 @@ _decoders = threading.BoundedSemaphore(2)
 
 @dataclass(frozen=True)
 class InputImage:
-    """The image of a run, reduced to what the page and the model use, so that every run can keep one.
+    """The image of a run, reduced to what the page and the model need, so that every run can store one.
 
     Attributes:
         width, height: size of the upright image in pixels.
@@ -47,7 +47,7 @@ class InputImage:
 
 
 def make_input_image(image: Image.Image, processor: PaliGemmaProcessor, file: str | Path | None = None) -> InputImage:
-    """Build the preview and the model input of an upright RGB image. `file` is where it was read."""
+    """Build the preview and the model input of an upright RGB image. `file` is the path it was read from."""
     return InputImage(image.width, image.height, _encode_preview(image), processor.resize(image), file)
 
 

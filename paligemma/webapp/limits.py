@@ -11,7 +11,7 @@ from paligemma.errors import InputError
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may use.
+    """Limits of one request.
 
     Attributes:
         max_new_tokens: tokens of one answer, at least 1.
@@ -25,7 +25,7 @@ class Limits:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Limits:
-        """Read MAX_NEW_TOKENS, MAX_SECONDS and MAX_WAITING; InputError unless each is a whole number >= 1."""
+        """Read MAX_NEW_TOKENS, MAX_SECONDS and MAX_WAITING; InputError unless each is an integer >= 1."""
         default = cls()
         return cls(
             _positive_int(environment, "MAX_NEW_TOKENS", default.max_new_tokens),
@@ -49,7 +49,5 @@ class Limits:
 def _positive_int(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, "").strip() or str(default)
     if not text.isdecimal() or int(text) < 1:
-        raise InputError(
-            "limits.whole_number", "{name} must be a whole number >= 1, got {text!r}.", name=name, text=text
-        )
+        raise InputError("limits.whole_number", "{name} must be an integer >= 1, got {text!r}.", name=name, text=text)
     return int(text)

@@ -1,4 +1,4 @@
-"""The server's log: one line per request, without user data and access tokens."""
+"""The server's log: one line per request, without user data or access tokens."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from paligemma.webapp.runs import Run
 
 # {"kind", "text", "values"} and, for an error, "code"; or {"kind", "joined": [[text, values], ...]} for several
-# messages shown in one line. A value may be another status.
+# messages shown on one line. A value may be another status.
 Status = dict[str, Any]
 Message = tuple[str, dict[str, Any]]
 
 NO_MODEL = (
-    "No model is bundled with this app yet. Start it with python app.py --model FOLDER_OR_HUB_ID, "
+    "There is no bundled model. Start the app with python app.py --model FOLDER_OR_HUB_ID, "
     "for example google/paligemma2-3b-mix-224."
 )
 RUN_EXPIRED = "This run has expired."

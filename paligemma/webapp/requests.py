@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def _integral_float_to_int(value: Any) -> Any:
-    """Accept 5.0 as a whole number: JSON has one number type."""
+    """Accept 5.0 as an integer: JSON has one number type."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -52,10 +52,10 @@ def _to_unicode(prompt: Any) -> Any:
 
 
 _IN_RANGE = Field(ge=-MAX_NUMBER, le=MAX_NUMBER)
-WholeNumber = Annotated[int, Strict(), _IN_RANGE, BeforeValidator(_integral_float_to_int)]
+Integer = Annotated[int, Strict(), _IN_RANGE, BeforeValidator(_integral_float_to_int)]
 Number = Annotated[float, Strict(), _IN_RANGE, Field(allow_inf_nan=False)]
 Prompt = Annotated[str, Strict(), Field(max_length=MAX_PROMPT_CHARACTERS), BeforeValidator(_to_unicode)]
-TokenIds = Annotated[tuple[WholeNumber, ...], FailFast(), BeforeValidator(lambda ids: () if ids is None else ids)]
+TokenIds = Annotated[tuple[Integer, ...], FailFast(), BeforeValidator(lambda ids: () if ids is None else ids)]
 
 
 class GenerationRequest(BaseModel):
@@ -64,12 +64,12 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompt: Prompt
-    max_new_tokens: WholeNumber
+    max_new_tokens: Integer
     temperature: Number
-    top_k: WholeNumber
+    top_k: Integer
     top_p: Number
-    seed: Annotated[WholeNumber | None, BeforeValidator(_empty_to_none)]
-    top_n: WholeNumber
+    seed: Annotated[Integer | None, BeforeValidator(_empty_to_none)]
+    top_n: Integer
     forced_ids: TokenIds
     time_limit: Number | None
 
@@ -116,7 +116,7 @@ def read_ids(name: str, token_ids: Any) -> tuple[int, ...]:
 
 def read_index(index: Any) -> int:
     """Validate the index of a token. Raises InputError."""
-    return _validate("index", TypeAdapter(WholeNumber), index)
+    return _validate("index", TypeAdapter(Integer), index)
 
 
 def read_prompt(prompt: Any) -> str:
@@ -137,7 +137,7 @@ def check_prompt_length(processor: PaliGemmaProcessor, prompt: str) -> None:
 
 
 def quote(value: Any) -> str:
-    """Format a value of any type for an error message. Strings are cut; lists and objects are shown by their type."""
+    """Format a value of any type for an error message. Strings are truncated; lists and objects are shown by type."""
     if isinstance(value, str):
         return repr(value[:MAX_QUOTED_CHARACTERS])
     if isinstance(value, int) and abs(value) > MAX_NUMBER:
@@ -174,16 +174,17 @@ def _to_input_error(error: ValidationError, name: str = "") -> InputError:
         case "string_type":
             return InputError("request.string", "{field} must be a string, got {value}.", field=field, value=value)
         case "int_type":
-            return InputError(
-                "request.integer", "{field} must be a whole number, got {value}.", field=field, value=value
-            )
+            return InputError("request.integer", "{field} must be an integer, got {value}.", field=field, value=value)
         case "float_type":
             return InputError("request.number", "{field} must be a number, got {value}.", field=field, value=value)
         case "finite_number":
             return InputError("request.finite", "{field} must be finite, got {value}.", field=field, value=value)
         case "greater_than_equal" | "less_than_equal":
             return InputError(
-                "request.range", "{field} must fit in a 64-bit integer, got {value}.", field=field, value=value
+                "request.range",
+                "{field} must be in the range of a 64-bit integer, got {value}.",
+                field=field,
+                value=value,
             )
         case _:
             return InputError(

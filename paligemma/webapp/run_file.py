@@ -2,8 +2,8 @@
 
 The file is a JSON object in UTF-8 with the fields of `run_schema.RunFields`.
 
-`read_run` rejects unexpected, missing and duplicate fields, wrong types, values out of range, and steps whose numbers
-contradict each other.
+`read_run` rejects unexpected, missing and duplicate fields, wrong types, values out of range, and inconsistent
+steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Limits of the JSON parser. The largest object of the format has 12 fields.
 MAX_DIGITS = 40
 MAX_FIELDS = 50
-# Tolerance of the relations between logits and probabilities, which are exported with all digits.
+# Tolerance for the consistency of logits and probabilities, which are exported with all digits.
 TOLERANCE = 1e-4
 
 # Validating a file of 10 MB takes up to half a gigabyte, so one file is validated at a time.
@@ -48,7 +48,7 @@ _reader_lock = threading.Lock()
 
 
 def write_run(run: Run, versions: Mapping[str, str]) -> str:
-    """Return the content of a run's file."""
+    """Serialize a run to the content of a run file."""
     document = {
         "format": FORMAT,
         "model": run.model,
@@ -89,7 +89,7 @@ def _pixel_hash(image: Image.Image) -> str:
 
 
 def read_run(file: bytes, number: int) -> Run:
-    """Validate a run's file and return the run with this number.
+    """Validate a run file and return its run, numbered `number`.
 
     Raises:
         InputError: if the file is not valid, with the location of the first error.
@@ -238,7 +238,7 @@ def _decode_base64_image(place: str, text: str, format_name: str, max_side: int)
 
 
 def _read_steps(document: RunFields) -> list[Step]:
-    """Build the steps of a run. Raises InputError if the numbers of a step contradict each other."""
+    """Build the steps of a run. Raises InputError for a step with inconsistent numbers."""
     steps: list[Step] = []
     text = ""
     for index, token in enumerate(document.tokens):
@@ -254,7 +254,7 @@ def _read_steps(document: RunFields) -> list[Step]:
 
 
 def _check_run(steps: Sequence[Step], forced_ids: tuple[int, ...], branched_at: int | None) -> None:
-    """Raise InputError unless the steps agree with each other, the forced tokens and the branch."""
+    """Raise InputError unless the steps are consistent with each other, the forced tokens and the branch."""
     token_ids = tuple(step.token_id for step in steps)
     if token_ids[: len(forced_ids)] != forced_ids[: len(token_ids)]:
         raise InputError("run_file.forced_ids", "The tokens must begin with request.forced_ids.")
@@ -271,7 +271,7 @@ def _check_run(steps: Sequence[Step], forced_ids: tuple[int, ...], branched_at: 
 
 
 def _check_probabilities(step: Step) -> None:
-    """Raise InputError unless logit, logprob, prob and logsumexp agree, for the token and its candidates."""
+    """Raise InputError unless logit, logprob, prob and logsumexp are consistent, for the token and its candidates."""
     tokens: tuple[Step | Candidate, ...] = (step, *step.top)
     for token in tokens:
         logprob = token.logit - step.logsumexp
@@ -305,7 +305,7 @@ def _check_candidates(step: Step) -> None:
     if step.rank <= len(ids) and ids[step.rank - 1] != step.token_id:
         raise InputError(
             "run_file.rank",
-            "tokens[{index}]: rank is {rank}, but that candidate is another token.",
+            "tokens[{index}]: rank is {rank}, but the candidate of that rank is another token.",
             index=step.index,
             rank=step.rank,
         )

@@ -27,15 +27,15 @@ class RunRequest:
         arguments: arguments of `read_request`, in order.
         parent: number of the run to branch from.
         branched_at: index of the token that differs from the parent run.
-        replaces: number of the run to continue.
-        stop_after: number of tokens after which the run pauses; None: it runs to the end.
+        continues: number of the run to continue.
+        stop_after: number of tokens after which the run pauses; None: run to the end.
     """
 
     image: str | Path | InputImage | None
     arguments: tuple[Any, ...]
     parent: int | None = None
     branched_at: int | None = None
-    replaces: int | None = None
+    continues: int | None = None
     stop_after: int | None = None
 
 
@@ -87,7 +87,7 @@ class Run:
         return 0 if self.branched_at is None else self.branched_at + 1
 
     def finish(self, result: GenerationResult | None) -> None:
-        """Store how the run ended. None: it was stopped."""
+        """Store how the run ended; None if it was stopped."""
         self.finish_reason, self.timing = (result.finish_reason, result.timing) if result else ("stopped", None)
 
 
@@ -113,7 +113,7 @@ class History:
         return self._last_number
 
     def add(self, run: Run) -> Run:
-        """Add a run, or replace the one with its number, and make it the current one. Old runs are removed."""
+        """Add a run, or replace the one with its number, and make it the current one. Evicts the oldest runs."""
         self._runs[run.number] = run
         self.current = run
         while len(self._runs) > MAX_RUNS or (len(self._runs) > 1 and self._num_candidates() > MAX_CANDIDATES):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from paligemma.masks import MaskDecoder
 from paligemma.webapp import messages, zerogpu
 from paligemma.webapp.errors import coded_status, to_coded_error
 from paligemma.webapp.limits import Limits
-from paligemma.webapp.logs import log_request
+from paligemma.webapp.logs import log, log_request
 from paligemma.webapp.requests import quote
 
 if TYPE_CHECKING:
@@ -30,15 +29,13 @@ WAIT_INTERVAL_S = 0.5
 
 ServedModels = Sequence["ServedModel"]
 
-log = logging.getLogger("paligemma.app")
-
 
 class ServedModel:
     """A model and its loading state. It loads in its own thread, so that the page opens immediately.
 
     Attributes:
         name: name in the model list and in the API.
-        model_name: name of the model that answers, which is the fallback's after a failed load.
+        model_name: name of the model in use; after a failed load, the fallback's.
         model: the loaded model, or None.
         mask_decoder: decoder of the model's mask tokens, or None.
         status: loading state as a status of the page.
@@ -55,13 +52,13 @@ class ServedModel:
         limits: Limits = Limits(),  # noqa: B008 - frozen
         gpu_lease: zerogpu.GpuLease | None = None,
     ) -> None:
-        """Configure a model; nothing is loaded.
+        """Configure a model without loading it.
 
         Args:
-            load: called once, with `progress` as `paligemma.load` takes it. None: there is no model.
+            load: called once, with the `progress` callback of `paligemma.load`; None if there is no model.
             mask_decoder_files: the first existing one is loaded. Without a mask decoder, masks are not drawn.
             download_mask_decoder: called if none of the files exists.
-            fallback: its model answers if `load` fails.
+            fallback: used if `load` fails.
             gpu_lease: on ZeroGPU, `zerogpu.with_gpu_lease`.
         """
         self.name = name
@@ -93,12 +90,12 @@ class ServedModel:
     # Loading
 
     def start(self) -> None:
-        """Load the model in a thread, unless that has been done."""
+        """Load the model in a new thread, unless loading has started."""
         if self._claim_load():
             threading.Thread(target=self._load_model, name="load model", daemon=True).start()
 
     def load_now(self) -> None:
-        """Load the model in this thread, unless that has been done."""
+        """Load the model in this thread, unless loading has started."""
         if self._claim_load():
             self._load_model()
 
@@ -189,7 +186,7 @@ class ServedModel:
 
     @property
     def loading(self) -> bool:
-        """True until the model is loaded or could not be loaded."""
+        """True until loading has succeeded or failed."""
         return not self._finished.is_set()
 
     @property
@@ -217,7 +214,7 @@ class ServedModel:
         """Yield the status every WAIT_INTERVAL_S seconds until the model is loaded.
 
         Raises:
-            InputError: loading failed, or takes longer than `limits.seconds`: other requests wait in the queue.
+            InputError: loading failed, or takes longer than `limits.seconds`, so that it does not block the queue.
         """
         deadline = time.monotonic() + self.limits.seconds
         while not self.join(WAIT_INTERVAL_S) and time.monotonic() <= deadline:
@@ -260,9 +257,9 @@ class ServedModel:
     def _run_stream(self, steps: StepCollector) -> Generator[Step, None, GenerationResult]:
         """Yield the steps, holding the lock for one forward pass at a time.
 
-        Requests share only the weights, so the lock is not needed for correct results. It limits the memory and
-        compute to one forward pass, and lets concurrent requests take turns after each token, also while an abandoned
-        request has not ended yet.
+        Requests share only the weights, so the lock is not needed for correctness. It limits memory and compute to one
+        forward pass, and interleaves concurrent requests token by token, for example with an abandoned request that
+        has not ended yet.
         """
         with log_request("request", self.model_name, steps.steps) as entry:
             try:
@@ -295,7 +292,7 @@ class ServedModel:
         return self._call(function, *arguments)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the function and return its result or its error, which is a value because ZeroGPU drops messages."""
+        """Return the function's result, or its exception as a value, because ZeroGPU drops exception messages."""
         try:
             return function(self.loaded_model, *arguments)
         except Exception as error:
@@ -313,7 +310,7 @@ def _metadata(name: str, model: PaliGemma) -> dict[str, Any]:
 
 
 def find_served_model(served_models: ServedModels, name: Any) -> ServedModel:
-    """Return the model with this name, and load it if needed. None or "": the first one.
+    """Return the model with this name, and load it if needed; the first one if `name` is None or "".
 
     Raises:
         InputError: no model has this name.

@@ -26,7 +26,7 @@ from paligemma.webapp.uploads import MAX_FILE_BYTES
 
 
 def serve(served_models: ServedModels, **settings: Any) -> None:
-    """Serve the page until the process is asked to exit, then remove all uploaded files."""
+    """Serve the page until SIGINT or SIGTERM, then delete all uploaded files."""
     with private_folder():
         app = build_app(*served_models)
         launch(app, prevent_thread_lock=True, app_kwargs=server_settings(served_models), **settings)
@@ -42,7 +42,7 @@ def serve(served_models: ServedModels, **settings: Any) -> None:
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """Create a folder for uploads in GRADIO_TEMP_DIR, readable by this user only, and remove it at the end."""
+    """Create a folder for uploads in GRADIO_TEMP_DIR, readable by this user only, and delete it on exit."""
     parent = os.environ.get("GRADIO_TEMP_DIR")
     if parent:
         Path(parent).mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def _head() -> str:
 def server_settings(served_models: ServedModels) -> dict[str, Any]:
     """Settings of Gradio's FastAPI app: /healthz, and a message when the disk is full.
 
-    /healthz answers 200 if the first model is ready, else 503, with the state of each model and which model answers.
+    /healthz returns 200 if the first model is ready, else 503, and for each model its state and the model that answers.
     """
 
     def health(response: Response) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Session:
         return next((served for served in self.served_models if served.model and served.model_name == name), None)
 
     def submit(self, run_request: RunRequest | None) -> None:
-        """Make a request the pending one, and stop the run in progress. None: do nothing."""
+        """Make a request the pending one, and stop the run in progress. Does nothing for None."""
         if run_request is None:
             return
         self.run_state.stop_requested = True

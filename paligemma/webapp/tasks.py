@@ -37,7 +37,7 @@ BUNDLED_TASKS = (*_captions(("en", "es", "zh")), _DETECT, _SEGMENT, _ANSWER)
 # The mix checkpoints are trained on captions in 34 languages (PaliGemma, arXiv 2407.07726).
 MIX_TASKS = (*_captions(("en", "es", "fr", "zh")), _ANSWER, _DETECT, _SEGMENT, Task("ocr", "", "ocr"))
 BUNDLED_NOTE = "Trained on emoji scenes only. Answers about photos are meaningless."
-# By a part of the checkpoint's name on the hub.
+# Keyed by a substring of the checkpoint's hub id.
 NOTES = {
     "-pt-": "Pre-trained checkpoint (pt): use prompts like these. For free-form questions, use a mix checkpoint.",
     "-ft-": "Checkpoint fine-tuned for one task (ft): use the prompts of that task only.",
@@ -49,8 +49,8 @@ def tasks_of(source: str | None) -> tuple[Task, ...]:
     return BUNDLED_TASKS if source == "bundled" else MIX_TASKS
 
 
-def note_on(name: str, source: str | None) -> str:
-    """Return the limits of a model in one line, or "".
+def model_note(name: str, source: str | None) -> str:
+    """Return the limitations of a model in one line, or "".
 
     Args:
         name: the model's name, as on the hub.

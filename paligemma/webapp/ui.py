@@ -54,7 +54,7 @@ SESSION_SECONDS = 12 * 3600
 
 
 def part(script: str, value: Any = None, **settings: Any) -> gr.HTML:
-    """A part of the page that `assets/page/<script>.js` draws from its value.
+    """Build a part of the page, which `assets/page/<script>.js` draws from its value.
 
     Gradio 6 compiles templates into JavaScript, so the template is static and contains no data; the script sets data
     as text.
@@ -140,7 +140,7 @@ def build_app(*served_models: ServedModel) -> gr.Blocks:
 
 
 def _header(served_models: ServedModels) -> tuple[gr.HTML, gr.Dropdown]:
-    """Returns (badge, model list). The list is hidden if there is one model."""
+    """Build the header. Returns (badge, model list); the list is hidden if there is one model."""
     with gr.Row(elem_id="header"):
         part("heading", text="PaliGemma, token by token", tag="h1", elem_id="title")
         badge = part("status", served_models[0].status, shows_updates=False, elem_id="badge")
@@ -153,7 +153,7 @@ def _header(served_models: ServedModels) -> tuple[gr.HTML, gr.Dropdown]:
 
 
 def _request_column(max_tokens: int) -> tuple[Form, Buttons, gr.HTML, gr.HTML, gr.HTML]:
-    """Returns (form, buttons, image view, task chips, status)."""
+    """Build the request column. Returns (form, buttons, image view, task chips, status)."""
     with gr.Column(elem_id="request", min_width=300):
         with gr.Column(elem_classes="card"):
             image = _image_field()
@@ -219,7 +219,7 @@ def _examples_column(example_list: Sequence[examples.Example]) -> gr.HTML:
 
 
 def _answer_column() -> dict[str, Any]:
-    """The token strip and the panels. Returns components by their names in `Parts`."""
+    """Build the token strip and the panels. Returns the components by field of `Parts`."""
     with gr.Column(elem_id="answer", min_width=300):
         with gr.Column(elem_classes="card"):
             token_strip = part("token_strip", elem_id="token-strip")
@@ -259,7 +259,7 @@ def _panels() -> dict[str, Any]:
 
 
 def _connect_runs(session: gr.State, form: Form, buttons: Buttons, parts: Parts) -> None:
-    """Connect what starts a run: a handler submits a request immediately, then the queue executes it."""
+    """Connect the events of runs: a handler submits a request immediately, then the queue executes it."""
     outputs = [session, parts.status]
     # Gradio writes the position in the queue next to the status, whose script shows it.
     queued = {**PRIVATE, **MODEL_QUEUE, "show_progress": "minimal", "show_progress_on": parts.status}
@@ -285,7 +285,7 @@ def _connect_runs(session: gr.State, form: Form, buttons: Buttons, parts: Parts)
 
 
 def _keep_alive(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Also output the session, first, because Gradio measures a session's age from when it was last output."""
+    """Add the session as the first output: Gradio measures a session's age from the last time it was an output."""
 
     @wraps(handler)
     def handle(session: Session, *arguments: Any, **event: Any) -> tuple[Any, ...]:

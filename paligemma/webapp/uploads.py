@@ -1,4 +1,4 @@
-"""Open uploaded files, which can contain anything."""
+"""Open and validate uploaded files, which are untrusted."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ TIFF_TILE_TAGS = {322, 323, 324, 325}
 def uploaded_path(upload: Any) -> str | None:
     """Return the path of an uploaded file, or None without an upload.
 
-    Gradio verifies that a file was uploaded only if the client marks it as a file. A path without that mark can be any
-    file of the server, so it is ignored.
+    Gradio verifies that a file was uploaded only if the client marks it as a file. Without that mark, the path can be
+    any file on the server, so it is ignored.
     """
     meta = upload.get("meta") if isinstance(upload, Mapping) else None
     if not isinstance(meta, Mapping) or meta.get("_type") != "gradio.FileData":
@@ -76,15 +76,16 @@ def decode_image(file: bytes, formats: Sequence[str] = FORMATS, max_side: int = 
     of half a gigabyte. `image_processing.to_rgb` converts the image.
 
     Raises:
-        InputError: for another format, more than MAX_PIXELS, a side above `max_side`, content that costs far more than
-            its pixels, or a corrupt file.
+        InputError: for another format, more than MAX_PIXELS, a side above `max_side`, content that is far more
+            expensive to decode than its pixel count suggests, or a corrupt file.
     """
     image = _read_header(file, formats)
     width, height = image.size
     if width * height > MAX_PIXELS or max(width, height) > max_side:
         raise InputError(
             "image.size",
-            "The image must have at most {megapixels} million pixels and {max_side} per side, got {width} × {height}.",
+            "The image must have at most {megapixels} megapixels and {max_side} pixels per side, "
+            "got {width} × {height}.",
             megapixels=MAX_PIXELS // 10**6,
             max_side=max_side,
             width=width,
@@ -107,7 +108,7 @@ def _read_header(file: bytes, formats: Sequence[str]) -> Image.Image:
         raise
     except Image.DecompressionBombError as error:
         raise InputError(
-            "image.pixels", "The image must have at most {megapixels} million pixels.", megapixels=MAX_PIXELS // 10**6
+            "image.pixels", "The image must have at most {megapixels} megapixels.", megapixels=MAX_PIXELS // 10**6
         ) from error
     except UnidentifiedImageError as error:
         raise InputError(

@@ -23,10 +23,10 @@ except ImportError:
 
 # What the GPU process sends: the steps, then the result without its steps, or an error.
 Message = Step | GenerationResult | Exception
-# (function, seconds of a call with the same arguments) -> the function, run in a process with a GPU.
+# (function, function that returns the lease in seconds for the same arguments) -> function that runs on a leased GPU.
 GpuLease = Callable[[Callable, Callable[..., int]], Callable]
 
-# Seconds of a lease: moving the weights to the GPU, image and prompt, and each token.
+# Seconds of a lease: weight transfer to the GPU, prefill (image and prompt), and each token.
 TRANSFER_S, PREFILL_S, TOKEN_S = 20, 5, 0.08
 
 
@@ -36,7 +36,7 @@ def is_zerogpu() -> bool:
 
 
 def with_gpu_lease(function: Callable, seconds: Callable[..., int]) -> Callable:
-    """Run a function with a leased GPU, for `seconds(*arguments)` seconds."""
+    """Wrap a function to run on a GPU that is leased for `seconds(*arguments)` seconds."""
     return spaces.GPU(duration=seconds)(function)
 
 

@@ -1,4 +1,4 @@
-"""Data for the candidate table: the most likely tokens at one position, and what sampling does with them."""
+"""Data for the candidate table: the most likely tokens at one position, before and after sampling filters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CANDIDATE_COLUMNS = (
     ("token", "text"),
     ("id", "minor"),
     ("logit", "number"),
-    ("÷ T", "number"),
+    ("logit / T", "number"),
     ("log p", "number"),
     ("p at T = 1", "number"),
     ("cumulative p", "number"),
     ("filter", "label"),
-    ("p sampled", "share"),
+    ("sampling p", "share"),
 )
 NOT_APPLICABLE = "–"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -15,9 +15,6 @@ from paligemma.webapp import events
 from paligemma.webapp.images import data_url, encode_png
 from paligemma.webapp.render.formatting import format_percentage
 from paligemma.webapp.runs import Run
-
-if TYPE_CHECKING:
-    pass
 
 # A mask has 64 x 64 values; interpolated to this size, its outline is smooth on the page.
 MASK_IMAGE_SIDE = 256
@@ -30,7 +27,8 @@ def object_list(run: Run | None, decoder: MaskDecoder | None = None) -> dict[str
         "run": number of the run, or None.
         "objects": [{"label", "box": [left, top, width, height] as fractions of the image, "pixels": (x_min, y_min) and
             (x_max, y_max) as text, "score": formatted mean probability of the location tokens or None, "tokens":
-            indices of the object's tokens, "mask": data URL of a PNG that is opaque on the object or None, "growing"}]
+            indices of the object's tokens, "mask": data URL of a PNG that is opaque on the object or None,
+            "growing": see `parsing.Detection`}]
         "problems": [{"text", "kind", "reason", "tokens"}], see `parsing.Problem`.
         "has_codes": True if there are mask tokens but no mask decoder.
     """

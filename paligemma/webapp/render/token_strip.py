@@ -41,7 +41,7 @@ def token_strip_state(
 def token_state(steps: Sequence[Step], index: int, sampling: Sampling, num_forced: int = 0) -> dict[str, Any]:
     """Return the data of one token.
 
-    "forced" tokens are the first `num_forced` ones, which come from the parent run; the user selected the last of them
+    "forced" tokens are the first `num_forced` ones, copied from the parent run; the user selected the last of them
     ("by_hand"). "role" is the edge of the box that a location token encodes, else "". See `candidate_table` for "rows",
     "chosen" and "metrics".
     """
