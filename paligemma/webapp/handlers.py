@@ -31,12 +31,11 @@ from paligemma.webapp.served_models import ServedModel
 from paligemma.webapp.session import Session
 from paligemma.webapp.uploads import read_upload, uploaded_path
 
-Status = messages.Status
 
 # Runs: a handler submits a request, then `run_pending` executes it in the queue
 
 
-def submit_run(session: Session, image: Any, prompt: Any, *decoding: Any) -> Status:
+def submit_run(session: Session, image: Any, prompt: Any, *decoding: Any) -> messages.Status:
     """Run: submit a new run, and stop the one in progress."""
     session.form = (uploaded_path(image), prompt)
     session.submit(RunRequest(session.requested_image(image), (prompt, *decoding)))
@@ -57,7 +56,7 @@ def submit_step(session: Session, image: Any, prompt: Any, *decoding: Any) -> An
     return gr.skip() if run_request else messages.status("idle", "The answer is complete")
 
 
-def submit_branch(session: Session, event: gr.EventData) -> Status:
+def submit_branch(session: Session, event: gr.EventData) -> messages.Status:
     """Branch: regenerate the answer from a token on, with another candidate in its place."""
     run_request = session.history.branch_request(*(_field(event, name) for name in ("run", "index", "token_id")))
     session.submit(run_request)
@@ -108,7 +107,7 @@ def run_pending(session: Session) -> Iterator[Any]:
         run_state.finished = True
 
 
-def report_queue_full(session: Session) -> Status:
+def report_queue_full(session: Session) -> messages.Status:
     """Drop the pending request, because the queue rejected the event that executes it."""
     _invalidate_form(session, session.take_request())
     session.run_state.finished = True
@@ -129,7 +128,7 @@ def stop_run(session: Session) -> Any:
     return messages.status("busy", "Stopping after this token")
 
 
-def _queued() -> Status:
+def _queued() -> messages.Status:
     return messages.status("busy", "Queued")
 
 
