@@ -31,7 +31,6 @@ from paligemma.webapp.served_models import ServedModel
 from paligemma.webapp.session import Session
 from paligemma.webapp.uploads import read_upload, uploaded_path
 
-
 # Runs: a handler submits a request, then `run_pending` executes it in the queue
 
 
