@@ -56,7 +56,7 @@ def test_the_token_strip_gets_each_token_once(image_file):
         if update.token_strip != gr.skip()
     ]
     assert added == [[], ["␣a"], ["␣cat"], ["<eos>"]]
-    assert status_text(updates[-1]).startswith("The answer is complete · 3 tokens · image 0.01 s")
+    assert status_text(updates[-1]).startswith("The answer is complete · 3 tokens · image encoding 0.01 s")
     assert updates[-1].token_strip["done"]
 
 
@@ -294,7 +294,7 @@ def test_an_answer_stopped_at_its_last_token_is_complete(image_file, monkeypatch
 
     monkeypatch.setattr(model, "stream", stop_at_the_end)
     updates = run_page(session, image_file)
-    assert status_text(updates[-1]).startswith("The answer is complete · 2 tokens · image 0.01 s")
+    assert status_text(updates[-1]).startswith("The answer is complete · 2 tokens · image encoding 0.01 s")
 
 
 def test_only_the_newest_queued_request_runs(image_file):
@@ -321,7 +321,7 @@ def test_a_branch_forces_token_ids_and_keeps_the_parent_run(image_file):
     ]  # fmt: skip
     tokens = decoded(handlers.resend_page(session)).token_strip["tokens"]
     assert [token["forced"] for token in tokens] == [True, True, False, False]
-    assert [token["by_hand"] for token in tokens] == [False, True, False, False]
+    assert [token["selected_manually"] for token in tokens] == [False, True, False, False]
     assert tokens[1]["chosen"] == 2 and tokens[1]["rows"][2]["id"] == 12
 
 

@@ -161,7 +161,11 @@ def test_a_run_is_shown_with_the_mask_decoder_of_its_model(image_file, tmp_path)
     other = make_session()
     other.served_model.mask_decoder = second.mask_decoder  # decodes the mask tokens of its own model only
     shown = decoded(import_file(other, tmp_path, text))
-    assert shown.objects["has_codes"] and shown.image_view["patches"] is None and not shown.token_strip["soft_capped"]
+    assert (
+        shown.objects["masks_unavailable"]
+        and shown.image_view["patches"] is None
+        and not shown.token_strip["soft_capped"]
+    )
     assert '"counts"' not in handlers.download_objects(other, event(run=1, kind="coco"))["text"]
 
 

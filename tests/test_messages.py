@@ -200,7 +200,7 @@ def make_run(*pieces: str, **request: Any) -> Run:
 
 def test_summary_has_timing_but_no_sampling_settings_for_greedy_decoding():
     text = messages.format_message(messages.summary(make_run("▁a")))
-    assert text == "The answer is complete · 2 tokens · image 0.01 s · first token 0.02 s · 50.0 tokens/s"
+    assert text == "The answer is complete · 2 tokens · image encoding 0.01 s · first token 0.02 s · 50.0 tokens/s"
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,9 @@ def test_an_object_is_listed_once_its_label_begins():
 def test_mask_tokens_need_a_mask_decoder():
     run = make_run(1, *BOX, *MASK_CODES, "▁cat")
     without = object_list(run)
-    assert without["has_codes"] and without["objects"][0]["mask"] is None
+    assert without["masks_unavailable"] and without["objects"][0]["mask"] is None
     decoded = object_list(run, MaskDecoder().eval())
-    assert decoded["objects"][0]["mask"].startswith("data:image/png;base64,") and not decoded["has_codes"]
+    assert decoded["objects"][0]["mask"].startswith("data:image/png;base64,") and not decoded["masks_unavailable"]
 
 
 def test_a_mask_image_is_opaque_on_the_object():

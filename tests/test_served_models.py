@@ -119,7 +119,7 @@ def test_a_mask_decoder_in_the_checkpoint_folder_is_used(tiny_checkpoint, vae_oi
     assert served_model.mask_decoder is not None
     served_model.model = FakeModel(SEGMENTED)
     last = run_page(Session((served_model,)), image_file)[-1].objects
-    assert last["objects"][0]["mask"].startswith("data:image/png") and not last["has_codes"]
+    assert last["objects"][0]["mask"].startswith("data:image/png") and not last["masks_unavailable"]
     assert "mask" in run_api(served_model, image_file)[-1]["detections"][0]
 
 
@@ -130,7 +130,7 @@ def test_without_a_mask_decoder_boxes_are_drawn(image_file):
     served_model = ServedModel("hub", lambda progress: FakeModel(SEGMENTED), [], refuse)
     served_model.load_now()
     last = run_page(Session((served_model,)), image_file)[-1].objects
-    assert last["objects"][0]["mask"] is None and last["has_codes"]
+    assert last["objects"][0]["mask"] is None and last["masks_unavailable"]
     assert len(last["objects"][0]["box"]) == 4
 
 

@@ -100,7 +100,7 @@ def test_eight_concurrent_clients_get_the_same_answers_as_alone(tiny_checkpoint,
 
 def test_a_full_queue_rejects_the_next_request_only(image_file):
     model = GatedModel()
-    served_model = ServedModel("gated", lambda progress: model, limits=Limits(waiting=2))
+    served_model = ServedModel("gated", lambda progress: model, limits=Limits(max_queue_size=2))
     served_model.load_now()
     with served(served_model) as app:
         client = client_of(app)
@@ -230,7 +230,7 @@ def test_a_full_disk_is_reported_and_the_next_upload_works(image_file, monkeypat
 
 @pytest.mark.browser
 def test_the_page_shows_the_queue_position_and_a_full_queue(browser, image_file):
-    served_model = ServedModel("slow", lambda progress: FakeModel(("▁a",) * 25, 0.2), limits=Limits(waiting=1))
+    served_model = ServedModel("slow", lambda progress: FakeModel(("▁a",) * 25, 0.2), limits=Limits(max_queue_size=1))
     served_model.load_now()
     with served(served_model) as app:
         pages = [browser.new_page(locale="en-US") for _ in range(3)]

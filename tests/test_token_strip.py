@@ -75,7 +75,7 @@ def test_tokens_of_a_branch_are_marked_as_forced():
     steps = generate("▁a", "▁b", "▁c").steps
     tokens = token_strip_state(1, steps, 0, GREEDY, num_forced=2)["tokens"]
     assert [token["forced"] for token in tokens] == [True, True, False, False]
-    assert [token["by_hand"] for token in tokens] == [False, True, False, False]
+    assert [token["selected_manually"] for token in tokens] == [False, True, False, False]
 
 
 # Candidate table

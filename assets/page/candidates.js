@@ -1,4 +1,4 @@
-// Candidate table of the selected token. The data comes with the token, from paligemma/webapp/render/candidates.py.
+// Candidate table of the selected token. Each token includes its table data, built by paligemma/webapp/render/candidates.py.
 // Triggers "branch" to regenerate the answer from this token with another candidate.
 
 const { t, create, createButton, createTable, replaceContent, publish, subscribe } = window.paligemma;
@@ -54,7 +54,7 @@ function createMetrics(token) {
 }
 
 function forcedNote(token) {
-  return token.by_hand ? t("selected manually") : t("copied from the parent run");
+  return token.selected_manually ? t("selected manually") : t("copied from the parent run");
 }
 
 function decorate(tableRow, row, index) {

@@ -1,4 +1,4 @@
-// Table of the objects of the answer: {run, objects, problems, has_codes} of paligemma/webapp/render/objects.py.
+// Table of the objects of the answer: {run, objects, problems, masks_unavailable} of paligemma/webapp/render/objects.py.
 // Publishes "objects" for the image view. Selecting a row, a box or a token highlights the other two.
 
 const { t, formatMessage, create, createButton, createTable, replaceContent, publish, subscribe } = window.paligemma;
@@ -19,14 +19,14 @@ function draw() {
   }
   const parts = value.objects.length ? [createObjectTable()] : [];
   parts.push(...value.problems.map(createProblem));
-  if (value.has_codes) parts.push(create("p", "muted", t("Mask decoder unavailable; masks are not drawn.")));
+  if (value.masks_unavailable) parts.push(create("p", "muted", t("Mask decoder unavailable; masks are not drawn.")));
   if (value.objects.length) parts.push(createDownloads());
   replaceContent(part, ...parts);
 }
 
 function createObjectTable() {
   const rows = value.objects.map((object) => ({
-    cells: [object.label + (object.growing ? " …" : ""), object.pixels, object.score || "–"],
+    cells: [object.label + (object.incomplete ? " …" : ""), object.pixels, object.score || "–"],
   }));
   const scroller = create("div", "scroller");
   scroller.append(createTable(COLUMNS, rows, decorate));

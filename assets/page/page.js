@@ -183,8 +183,8 @@ window.paligemma = (function () {
   function parseValue(value) {
     return typeof value === "string" ? (value ? JSON.parse(value) : null) : value || null;
   }
-  // Gradio reports only a value that differs from the previous one. A part that shows something else by now resets its
-  // value, so that the same value can be set again.
+  // Gradio reports only a value that differs from the previous one. If a part has been updated by other means since, it
+  // resets its value, so that setting the same value again triggers a change.
   function resetValue(props) {
     props.value = "";
   }

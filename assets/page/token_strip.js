@@ -167,7 +167,7 @@ function addTokens(newTokens) {
 function clear(newRun) {
   if (newRun !== run) {
     followsNewest = true;
-    part.scrollIntoView({ block: "nearest" }); // on a phone, the button that starts a run is off the answer
+    part.scrollIntoView({ block: "nearest" }); // on a phone, the answer is off-screen when the user presses Run
   }
   run = newRun;
   tokens = [];

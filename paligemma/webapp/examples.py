@@ -19,7 +19,7 @@ class Example:
     """An example.
 
     Attributes:
-        path: file of the image.
+        path: path of the image file.
         prompt: the prompt.
         credit: author and license of the image.
     """

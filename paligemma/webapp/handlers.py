@@ -164,7 +164,7 @@ def export_run(session: Session) -> tuple[Any, Any]:
     """Download the current run as a file. Returns (status, download)."""
     run = session.history.current
     if run is None or not run.steps:
-        return messages.status("idle", "There is no run yet."), gr.skip()
+        return messages.status("idle", "No run to export."), gr.skip()
     versions = {"python": platform.python_version(), "torch": torch.__version__, "gradio": gr.__version__}
     text = run_file.write_run(run, versions)
     return gr.skip(), _download(session, f"run-{run.number}.json", "application/json", text=text)

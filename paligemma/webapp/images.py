@@ -31,14 +31,14 @@ class InputImage:
         width, height: size of the upright image in pixels.
         preview: JPEG file of at most PREVIEW_SIDE pixels per side.
         model_input: the resized square that the model receives. Resizing it again gives the same pixels.
-        file: file of the image; None for an imported run.
+        path: path of the image file; None for an imported run.
     """
 
     width: int
     height: int
     preview: bytes
     model_input: Image.Image
-    file: str | Path | None = None
+    path: str | Path | None = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -46,9 +46,9 @@ class InputImage:
         return self.width, self.height
 
 
-def make_input_image(image: Image.Image, processor: PaliGemmaProcessor, file: str | Path | None = None) -> InputImage:
-    """Build the preview and the model input of an upright RGB image. `file` is the path it was read from."""
-    return InputImage(image.width, image.height, _encode_preview(image), processor.resize(image), file)
+def make_input_image(image: Image.Image, processor: PaliGemmaProcessor, path: str | Path | None = None) -> InputImage:
+    """Build the preview and the model input of an upright RGB image. `path` is the path it was read from."""
+    return InputImage(image.width, image.height, _encode_preview(image), processor.resize(image), path)
 
 
 def read_input_image(path: str | Path | None, processor: PaliGemmaProcessor) -> InputImage:
@@ -65,7 +65,7 @@ def fit_to_model(image: InputImage, processor: PaliGemmaProcessor) -> InputImage
     if image.model_input.width == processor.image_size:
         return image
     try:
-        source = open_image(image.file)
+        source = open_image(image.path)
     except ValueError:
         source = decode_preview(image)
     return replace(image, model_input=processor.resize(source))

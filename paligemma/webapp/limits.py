@@ -16,12 +16,12 @@ class Limits:
     Attributes:
         max_new_tokens: tokens of one answer, at least 1.
         seconds: time limit of one answer, at least 1; generation stops after it and keeps the tokens so far.
-        waiting: length of the queue, at least 1.
+        max_queue_size: maximum number of queued requests, at least 1.
     """
 
     max_new_tokens: int = 512
     seconds: int = 600
-    waiting: int = 16
+    max_queue_size: int = 16
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Limits:
@@ -30,7 +30,7 @@ class Limits:
         return cls(
             _positive_int(environment, "MAX_NEW_TOKENS", default.max_new_tokens),
             _positive_int(environment, "MAX_SECONDS", default.seconds),
-            _positive_int(environment, "MAX_WAITING", default.waiting),
+            _positive_int(environment, "MAX_WAITING", default.max_queue_size),
         )
 
     def apply(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,5 +49,5 @@ class Limits:
 def _positive_int(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, "").strip() or str(default)
     if not text.isdecimal() or int(text) < 1:
-        raise InputError("limits.whole_number", "{name} must be an integer >= 1, got {text!r}.", name=name, text=text)
+        raise InputError("limits.integer", "{name} must be an integer >= 1, got {text!r}.", name=name, text=text)
     return int(text)

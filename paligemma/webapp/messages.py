@@ -61,7 +61,7 @@ def summary(run: Run) -> Status:
     parts: list[Message] = [
         (FINISHED[run.finish_reason], {}),
         count_tokens(run.steps),
-        ("image {seconds} s", {"seconds": f"{timing.image_s:.2f}"}),
+        ("image encoding {seconds} s", {"seconds": f"{timing.image_s:.2f}"}),
         ("first token {seconds} s", {"seconds": f"{timing.first_token_s:.2f}"}),
     ]
     if timing.tokens_per_s is not None:

@@ -115,7 +115,7 @@ def read_run(file: bytes, number: int) -> Run:
 
 def _parse_json(file: bytes) -> Any:
     if len(file) > MAX_FILE_BYTES:
-        raise InputError("upload.size", "The file must have at most {maximum} MB.", maximum=MAX_FILE_BYTES // 2**20)
+        raise InputError("upload.size", "The file must be at most {maximum} MB.", maximum=MAX_FILE_BYTES // 2**20)
     try:
         return json.loads(
             file.decode("utf-8-sig"),

@@ -87,7 +87,7 @@ class Run:
         return 0 if self.branched_at is None else self.branched_at + 1
 
     def finish(self, result: GenerationResult | None) -> None:
-        """Store how the run ended; None if it was stopped."""
+        """Store the finish reason and the timing. `result` is None if the run was stopped."""
         self.finish_reason, self.timing = (result.finish_reason, result.timing) if result else ("stopped", None)
 
 

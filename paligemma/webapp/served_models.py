@@ -115,7 +115,7 @@ class ServedModel:
         try:
             model = self._load(progress=self._show_progress)
             self.mask_decoder = self._load_mask_decoder()
-            # Read here, because on ZeroGPU only the thread that loads the model sees a GPU.
+            # Read here, because on ZeroGPU the GPU is available only to the thread that loads the model.
             self._metadata = _metadata(self.name, model)
             self.status = self._ready_status(model)
             self.model = model

@@ -34,7 +34,7 @@ class Session:
         run_state: state of the newest run.
         form: image and prompt of the form when the current run was submitted or imported; None after a failed request.
         image: the image in the image view, once a model is loaded to preprocess it.
-        example: file of the chosen example, until another image is chosen.
+        example: path of the chosen example's image, until another image is chosen.
         num_downloads: number of downloads, so that the same file can be downloaded twice.
         num_updates: number of page updates sent.
     """

@@ -133,7 +133,7 @@ def build_app(*served_models: ServedModel) -> gr.Blocks:
         _connect_answer(session, form, parts)
         _connect_model(app, session, parts)
         add_api(served_models, form)
-    return app.queue(default_concurrency_limit=1, max_size=limits.waiting)
+    return app.queue(default_concurrency_limit=1, max_size=limits.max_queue_size)
 
 
 # Components

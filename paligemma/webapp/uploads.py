@@ -42,7 +42,7 @@ def read_upload(path: str | Path) -> bytes:
 
     Raises:
         InputError: for a file that is not regular (reading a pipe can block, a device can be endless), cannot be read,
-            or has more than MAX_FILE_BYTES.
+            or is larger than MAX_FILE_BYTES.
     """
     try:
         if not Path(path).is_file():
@@ -54,7 +54,7 @@ def read_upload(path: str | Path) -> bytes:
     except OSError as error:
         raise InputError("upload.unreadable", "The uploaded file cannot be read. Upload it again.") from error
     if len(content) > MAX_FILE_BYTES:
-        raise InputError("upload.size", "The file must have at most {maximum} MB.", maximum=MAX_FILE_BYTES // 2**20)
+        raise InputError("upload.size", "The file must be at most {maximum} MB.", maximum=MAX_FILE_BYTES // 2**20)
     return content
 
 
@@ -62,7 +62,7 @@ def open_image(path: str | Path | None) -> Image.Image:
     """Read and decode an uploaded image, see `decode_image`.
 
     Raises:
-        InputError: also without a file (None or ""), or for more than MAX_FILE_BYTES.
+        InputError: also without a file (None or ""), or for a file larger than MAX_FILE_BYTES.
     """
     if not path:
         raise InputError("upload.no_image", "Choose an image first.")

@@ -42,7 +42,7 @@ def inspection_event(inspection: Inspection, index: int) -> dict[str, Any]:
 
 
 def attention_state(run: int, inspection: Inspection, index: int) -> dict[str, Any]:
-    """Return the value of the page's part: the event with "lens" replaced by table rows, and the run's number."""
+    """Return the value of the attention panel: the event with "lens" replaced by table rows, and the run's number."""
     event = inspection_event(inspection, index)
     del event["lens"]
     return {"run": run, **event, "rows": [_lens_row(row) for row in inspection.lens]}

@@ -28,19 +28,19 @@ def object_list(run: Run | None, decoder: MaskDecoder | None = None) -> dict[str
         "objects": [{"label", "box": [left, top, width, height] as fractions of the image, "pixels": (x_min, y_min) and
             (x_max, y_max) as text, "score": formatted mean probability of the location tokens or None, "tokens":
             indices of the object's tokens, "mask": data URL of a PNG that is opaque on the object or None,
-            "growing": see `parsing.Detection`}]
+            "incomplete": `growing` of `parsing.Detection`}]
         "problems": [{"text", "kind", "reason", "tokens"}], see `parsing.Problem`.
-        "has_codes": True if there are mask tokens but no mask decoder.
+        "masks_unavailable": True if there are mask tokens but no mask decoder.
     """
     if run is None or not run.steps:
-        return {"run": run.number if run else None, "objects": [], "problems": [], "has_codes": False}
+        return {"run": run.number if run else None, "objects": [], "problems": [], "masks_unavailable": False}
     parsed = parse(run.text, *run.image.size, ended=run.finish_reason is not None)
     starts = [0, *(len(step.text) for step in run.steps)]
     return {
         "run": run.number,
         "objects": [_object_state(detection, run, starts, decoder) for detection in parsed.detections],
         "problems": [_problem_state(problem, starts) for problem in parsed.problems],
-        "has_codes": decoder is None and any(detection.seg for detection in parsed.detections),
+        "masks_unavailable": decoder is None and any(detection.seg for detection in parsed.detections),
     }
 
 
@@ -62,7 +62,7 @@ def _object_state(detection: Detection, run: Run, starts: Sequence[int], decoder
         "score": None if score is None else format_percentage(score),
         "tokens": _tokens_in_span(detection.span, starts),
         "mask": _mask_url(detection, run, decoder),
-        "growing": detection.growing,
+        "incomplete": detection.growing,
     }
 
 

@@ -42,8 +42,8 @@ def token_state(steps: Sequence[Step], index: int, sampling: Sampling, num_force
     """Return the data of one token.
 
     "forced" tokens are the first `num_forced` ones, copied from the parent run; the user selected the last of them
-    ("by_hand"). "role" is the edge of the box that a location token encodes, else "". See `candidate_table` for "rows",
-    "chosen" and "metrics".
+    ("selected_manually"). "role" is the edge of the box that a location token encodes, else "". See `candidate_table`
+    for "rows", "chosen" and "metrics".
     """
     step = steps[index]
     return {
@@ -53,7 +53,7 @@ def token_state(steps: Sequence[Step], index: int, sampling: Sampling, num_force
         "kind": token_kind(step.piece),
         "role": _location_role(steps, index),
         "forced": index < num_forced,
-        "by_hand": index == num_forced - 1,
+        "selected_manually": index == num_forced - 1,
         "text": step.text_delta,
         "prob": step.prob,
         "entropy": step.entropy,
