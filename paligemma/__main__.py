@@ -50,17 +50,19 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the argument parser, with the defaults of `paligemma.load` and `PaliGemma.stream`."""
     parser = argparse.ArgumentParser(prog="paligemma", description="Answer a prompt about an image, token by token.")
     parser.add_argument("image", metavar="IMAGE", help="image file")
-    parser.add_argument("prompt", metavar="PROMPT", help='task, such as "caption en" or "detect cat"')
-    parser.add_argument("--model", help="checkpoint folder or hub id (default: the bundled demo)")
+    parser.add_argument("prompt", metavar="PROMPT", help='task prompt, such as "caption en" or "detect cat"')
+    parser.add_argument("--model", help="checkpoint folder or hub id (default: the bundled model)")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="(default: %(default)s)")
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="quantize the decoder's weights: less memory and faster on a CPU, but less accurate",
+        help="int8: about half the memory of bfloat16; faster on CPU, slower on other devices (default: off)",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="maximum tokens (default: %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the k largest logits; 0 = off (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling threshold; 1 = off (default)")
@@ -70,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help=f"print one line per token with its N most probable candidates, 1 to {MAX_TOP_N}",
+        help=f"print one line per token with its N most probable candidates; 0 to {MAX_TOP_N}, 0 = off (default)",
     )
     return parser
 

@@ -61,7 +61,7 @@ METRICS = {
     "multi_detect iou": ("`detect dog ; cat`: mean IoU of the true boxes", False),
     "segment f1_50": ("`segment dog`: F1 of the boxes at IoU 0.5", False),
     "segment mask_iou": ("`segment dog`: mean IoU of the masks, inside the true boxes", False),
-    "segment shape_iou": ("`segment dog`: the same, with each mask stretched over the true box", False),
+    "segment shape_iou": ("`segment dog`: mean IoU of the masks, each resized to the true box", False),
     "count exact": ("counting: accuracy", True),
     "present exact": ("presence: accuracy", True),
     "color exact": ("color: accuracy", True),
@@ -80,10 +80,10 @@ tags: [paligemma]
 # PaliGemma for emoji scenes, {parameters}M parameters
 
 A small PaliGemma with the architecture, checkpoint layout and parameter names of Google's models, trained from scratch
-on synthetic scenes of one to four emoji. It is included so that the app works without a download. It contains no
-weights of Google's models.
+on synthetic scenes of one to four emoji. It is included so that the app runs without downloading weights. It
+contains no weights of Google's models.
 
-**Trained on emoji scenes only. Answers about photos are meaningless**, even where their probabilities are high.
+**Trained on emoji scenes only. Answers about photos are meaningless**, even if their probabilities are high.
 
 ## Tasks
 
@@ -91,7 +91,7 @@ weights of Google's models.
 | --- | --- |
 | `caption en`, `caption es`, `caption zh` | `a red car and two dogs`, from left to right |
 | `detect dog`, `detect dog ; cat` | boxes, in the order of the prompt, then from left to right; empty if absent |
-| `segment dog` | boxes with 16 mask codes each, decoded with `{mask_decoder}` |
+| `segment dog` | boxes with 16 mask tokens each, decoded with `{mask_decoder}` |
 | `answer en how many dogs are there?` | `0` to `4` |
 | `answer en is there a cat?` | `yes` or `no` |
 | `answer en what color is the car?` | one of {colors} |
@@ -102,8 +102,9 @@ Classes: {classes}. Of these, {colored} have named colors.
 
 ## Evaluation
 
-Metrics on scenes that are disjoint from the training scenes, with fixed seeds, at 448 pixels, with greedy decoding
-(`python -m paligemma.training.evaluate`). The styles {held_out} are held out: the model was not trained on
+Greedy decoding on scenes of 448 x 448 pixels with fixed seeds, disjoint from the training scenes
+(`python -m paligemma.training.evaluate`; the tables give the number of scenes).
+The styles {held_out} are held out: the model was not trained on
 any of their drawings. Ambiguous questions about positions and relations are excluded.
 
 ### One to three objects
@@ -121,7 +122,7 @@ any of their drawings. Ambiguous questions about positions and relations are exc
 ## Data and licenses
 
 Scenes are rendered during training from the SVG icons of the npm packages `@iconify-json/...`. Icons of some classes
-are recolored with seven colors. The training data contains no photos, no human-written text and no outputs of other
+are recolored in seven colors. The training data contains no photos, no human-written text and no outputs of other
 models.
 
 | style | drawings | license | used for |
@@ -139,8 +140,8 @@ above:
 
 ![Losses and metrics by training step](training.png)
 
-`{mask_decoder}` was trained beforehand on the silhouettes of the icons, with
-`python -m paligemma.training.masks`.
+`{mask_decoder}` was trained beforehand on the silhouettes of the icons
+(`python -m paligemma.training.masks`).
 
 ## Size
 
@@ -273,7 +274,7 @@ def _training(options: TrainOptions, seconds: int, hardware: str) -> str:
         f"* Steps: {options.vision_steps:,} for the vision tower alone, then {options.steps:,} with the decoder",
         f"* Images: {num_training_images(options):,}",
         f"* Seed: {options.seed}",
-        f"* Time: {seconds / 3600:.1f} hours, including repeated steps",
+        f"* Time: {seconds / 3600:.1f} hours, including steps repeated after interruptions",
         f"* Hardware: {hardware}",
     ]
     return "\n".join(items)
@@ -288,9 +289,11 @@ def main() -> None:
         "--report", type=Path, default=Path("runs/demo/eval.json"), help="output of paligemma.training.evaluate"
     )
     parser.add_argument("--work", type=Path, default=Path("runs/demo"), help="work folder of paligemma.training.train")
-    parser.add_argument("--folder", type=Path, default=Path("assets/demo"), help="model folder, also for the card")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("assets/demo"), help="model folder, to which the card is written"
+    )
     parser.add_argument("--hardware", required=True, help='training hardware, such as "2 CPU cores"')
-    parser.add_argument("--failures", type=Path, required=True, help="Markdown list of known failures")
+    parser.add_argument("--failures", type=Path, required=True, help="file with a Markdown list of known failures")
     options = parser.parse_args()
     inputs = CardInputs(
         report=json.loads(options.report.read_text(encoding="utf-8")),

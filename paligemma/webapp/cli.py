@@ -36,14 +36,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--model",
         nargs="+",
         default=os.environ.get("MODEL_ID", "").split(),
-        help="checkpoint folder or hub id; with several, the page has a model list "
+        help="checkpoint folder or hub id; with several, the page shows a model list "
         "(default: $MODEL_ID, else the bundled model)",
     )
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     parser.add_argument(
-        "--quantize", help="int8: less memory, slightly less accurate; faster on CPU, slower elsewhere (default: off)"
+        "--quantize",
+        help="int8: about half the memory of bfloat16; faster on CPU, slower on other devices (default: off)",
     )
     parser.add_argument(
         "--mask-decoder",
@@ -53,7 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--mcp", action="store_true", help="also serve the API as MCP tools; requires gradio[mcp]")
     parser.add_argument("--host", help="address to listen on (default: $GRADIO_SERVER_NAME, else 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on (default: the first free port from 7860)")
+    parser.add_argument(
+        "--port", type=int, help="port to listen on (default: $GRADIO_SERVER_PORT, else the first free port from 7860)"
+    )
     return parser
 
 
