@@ -130,7 +130,7 @@ class GemmaRotaryEmbedding(nn.Module):
 
 
 class GemmaAttention(nn.Module):
-    """Multi-query (one key/value head) or grouped-query attention with rotary positions and a KV cache."""
+    """Multi-query (one key/value head) or grouped-query attention with rotary position embeddings and a KV cache."""
 
     def __init__(self, config: GemmaConfig, layer_idx: int) -> None:
         super().__init__()

@@ -332,7 +332,7 @@ class _StepBuilder:
             raise NonFiniteLogitsError(
                 "generation.non_finite",
                 "The logits of token {index} contain NaN or infinity. Gemma overflows in float16: load the model with "
-                "dtype='bfloat16' or 'float32'; if it already is, the weights are corrupt.",
+                "dtype='bfloat16' or 'float32'. If it happens in those dtypes, the checkpoint may be corrupt.",
                 index=index,
             )
         return float(largest) + math.log(total), max(0.0, math.log(total) - float(exp @ shifted) / total)

@@ -248,14 +248,14 @@ class StreamDecoder:
     """Decode one answer incrementally, in constant time per token.
 
     The joined results of `push` and `finish` equal `PaliGemmaProcessor.decode` of all ids. Gemma encodes rare
-    characters as runs of byte tokens. A run is held back until another token follows, and is decoded as a whole, as
-    by the `ByteFallback` decoder of tokenizers: as UTF-8, or to one U+FFFD per byte if it is invalid. Special tokens
-    and unknown ids add no text and do not end a run.
+    characters with byte-fallback tokens. A run of them is buffered until another token follows, and is decoded as a
+    whole, as by the `ByteFallback` decoder of tokenizers: as UTF-8, or to one U+FFFD per byte if it is invalid.
+    Special tokens and unknown ids add no text and do not end a run.
     """
 
     def __init__(self, processor: PaliGemmaProcessor) -> None:
         self._processor = processor
-        self._held_bytes = bytearray()
+        self._buffered_bytes = bytearray()
 
     def push(self, token_id: int) -> str:
         """Return the text that becomes final with this token; may be empty."""
@@ -264,13 +264,13 @@ class StreamDecoder:
             return ""
         byte_token = _BYTE_TOKEN.fullmatch(token)
         if byte_token:
-            self._held_bytes.append(int(byte_token[1], base=16))
+            self._buffered_bytes.append(int(byte_token[1], base=16))
             return ""
         return self.finish() + token.replace("▁", " ")
 
     def finish(self) -> str:
-        """Return the text of the bytes held back, and end the run."""
-        held, self._held_bytes = self._held_bytes, bytearray()
+        """Return the text of the buffered bytes, and end the run."""
+        held, self._buffered_bytes = self._buffered_bytes, bytearray()
         try:
             return held.decode("utf-8")
         except UnicodeDecodeError:

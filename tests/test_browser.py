@@ -261,10 +261,14 @@ def test_box_position_at_every_width(browser, url, image_file, model, monkeypatc
     page = open_page(browser, url, width)
     page.set_input_files("#image input[type=file]", str(image_file))  # 64 x 48: not square
     page.wait_for_selector("#image-view .figure img")
-    run(page)
-    page.wait_for_selector("#image-view .box")
-    assert page.locator("#status .status.busy").count() == 1  # drawn before the answer is complete
-    wait_until_done(page)
+    page.evaluate(
+        """() => new MutationObserver(() => {
+          const has = (selector) => Boolean(document.querySelector(selector));
+          window.drawnEarly ||= has("#image-view .box") && has("#status .status.busy");
+        }).observe(document.body, { childList: true, subtree: true, attributes: true })"""
+    )
+    run_until_done(page)
+    assert page.evaluate("window.drawnEarly")  # before the answer is complete
     image, box = (page.locator(part).bounding_box() for part in ("#image-view .figure img", "#image-view .box"))
     assert image["width"] / image["height"] == pytest.approx(64 / 48, rel=0.02)
     assert (box["x"] - image["x"]) / image["width"] == pytest.approx(0.25, abs=0.01)

@@ -48,80 +48,80 @@ def wrap_os_errors(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def require_files(names: Collection[str], place: str, can_convert: bool = False) -> None:
+def require_files(names: Collection[str], checkpoint: str, can_convert: bool = False) -> None:
     """Raise CheckpointError if the files of a folder or repository do not form a checkpoint.
 
     Args:
         names: of the files.
-        place: the folder or hub id shown in messages.
+        checkpoint: the folder or hub id shown in messages.
         can_convert: whether tokenizer.model is accepted instead of tokenizer.json; see `load_tokenizer`.
     """
     if not {SINGLE_FILE, INDEX_FILE} & set(names):
-        raise _missing_weights(names, place)
+        raise _missing_weights(names, checkpoint)
     if CONFIG_FILE not in names:
-        raise missing_config(place)
+        raise missing_config(checkpoint)
     if TOKENIZER_FILE in names or (can_convert and SENTENCEPIECE_FILE in names):
         return
     if SENTENCEPIECE_FILE in names:
         raise CheckpointError(
             "checkpoint.tokenizer_model",
-            "{place} has tokenizer.model, but no tokenizer.json. Download it from the same model on the hub, or "
+            "{checkpoint} has tokenizer.model, but no tokenizer.json. Download it from the same model on the hub, or "
             "create it with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
-            place=place,
+            checkpoint=checkpoint,
         )
     raise CheckpointError(
         "checkpoint.no_tokenizer",
-        "{place} has no tokenizer.json. Download it from the same model on the hub.",
-        place=place,
+        "{checkpoint} has no tokenizer.json. Download it from the same model on the hub.",
+        checkpoint=checkpoint,
     )
 
 
-def missing_config(place: str) -> CheckpointError:
+def missing_config(checkpoint: str) -> CheckpointError:
     """The error for a folder or repository without config.json."""
     return CheckpointError(
         "checkpoint.no_config",
-        "{place} has no config.json. Copy or download the checkpoint again.",
-        place=place,
+        "{checkpoint} has no config.json. Copy or download the checkpoint again.",
+        checkpoint=checkpoint,
     )
 
 
-def _missing_weights(names: Collection[str], place: str) -> CheckpointError:
+def _missing_weights(names: Collection[str], checkpoint: str) -> CheckpointError:
     """The error for a folder or repository without safetensors weights; depends on what it has instead."""
     if "adapter_config.json" in names:
         return CheckpointError(
             "checkpoint.adapter",
-            "{place} contains only a PEFT adapter. Merge it into its base model with peft (merge_and_unload, then "
+            "{checkpoint} contains only a PEFT adapter. Merge it into its base model with peft (merge_and_unload, then "
             "save_pretrained), and load the merged folder.",
-            place=place,
+            checkpoint=checkpoint,
         )
     if _first_match(names, "*.gguf"):
         return CheckpointError(
             "checkpoint.gguf",
-            "{place} contains GGUF weights, which are not supported. Use the checkpoint they were converted from, such "
-            "as google/paligemma2-3b-mix-224.",
-            place=place,
+            "{checkpoint} contains GGUF weights, which are not supported. Use the checkpoint they were converted from, "
+            "such as google/paligemma2-3b-mix-224.",
+            checkpoint=checkpoint,
         )
     if _first_match(names, "*.npz"):
         return CheckpointError(
             "checkpoint.npz",
-            "{place} contains big_vision weights (.npz), which are not supported. Use the repository of the same name "
-            "without -jax.",
-            place=place,
+            "{checkpoint} contains big_vision weights (.npz), which are not supported. Use the repository of the same "
+            "name without -jax.",
+            checkpoint=checkpoint,
         )
     pickle = _first_match(names, *PICKLES)
     if pickle:
         return CheckpointError(
             "checkpoint.pickle",
-            "{place} has no safetensors weights, only {file}. Pickle files can execute code and are never opened; "
+            "{checkpoint} has no safetensors weights, only {file}. Pickle files can execute code and are never opened; "
             "convert the model with transformers (save_pretrained), or use another revision.",
-            place=place,
+            checkpoint=checkpoint,
             file=pickle,
         )
     return CheckpointError(
         "checkpoint.no_weights",
-        "{place} has neither model.safetensors nor model.safetensors.index.json. Copy or download the checkpoint "
+        "{checkpoint} has neither model.safetensors nor model.safetensors.index.json. Copy or download the checkpoint "
         "again.",
-        place=place,
+        checkpoint=checkpoint,
     )
 
 

@@ -50,9 +50,9 @@ def _cgroup_limits() -> Iterator[Memory]:
         folder, limit, usage, reclaimable = CGROUP_FILES[1 if controllers else 0]
         root = CGROUP_ROOT / folder
         group = root / path.lstrip("/")
-        for place in (group, *group.parents):
-            if place == root or root in place.parents:
-                memory = _read_cgroup(place, limit, usage, reclaimable)
+        for cgroup in (group, *group.parents):
+            if cgroup == root or root in cgroup.parents:
+                memory = _read_cgroup(cgroup, limit, usage, reclaimable)
                 if memory:
                     yield memory
 
@@ -69,20 +69,20 @@ def _read_cgroup(folder: Path, limit: str, usage: str, reclaimable: tuple[str, .
 
 
 def require_memory(
-    needed: int, device: torch.device, dtype: torch.dtype, place: str, stored_dtype: str | None = None
+    needed: int, device: torch.device, dtype: torch.dtype, checkpoint: str, stored_dtype: str | None = None
 ) -> None:
     """Raise CheckpointError unless `needed` bytes are available.
 
     Args:
         dtype: of the weights after loading.
-        place: the checkpoint's name in the message.
+        checkpoint: the checkpoint's name in the message.
         stored_dtype: name of the dtype in the files; on a CPU, weights in this dtype are memory-mapped instead.
     """
     memory = available_memory(device)
     if needed <= memory.available:
         return
     values = {
-        "place": place,
+        "checkpoint": checkpoint,
         "needed": format_gigabytes(needed),
         "dtype": dtype_name(dtype),
         "device": str(device),
@@ -92,22 +92,23 @@ def require_memory(
     if device.type != "cpu":
         raise CheckpointError(
             "memory.insufficient_on_device",
-            "{place} needs {needed} of memory as {dtype} on {device}, but only {available} of {total} is available. "
-            "Use device cpu, free some memory, or use a smaller model.",
+            "{checkpoint} needs {needed} of memory as {dtype} on {device}, but only {available} of {total} is "
+            "available. Use device cpu, free some memory, or use a smaller model.",
             **values,
         )
     if stored_dtype in DTYPES and stored_dtype != dtype_name(dtype):
         raise CheckpointError(
             "memory.insufficient_for_conversion",
-            "{place} needs {needed} of memory as {dtype} on {device}, but only {available} of {total} is available. "
-            "Use dtype {stored_dtype}, whose weights are memory-mapped, free some memory, or use a smaller model.",
+            "{checkpoint} needs {needed} of memory as {dtype} on {device}, but only {available} of {total} is "
+            "available. Use dtype {stored_dtype}, whose weights are memory-mapped, free some "
+            "memory, or use a smaller model.",
             stored_dtype=stored_dtype,
             **values,
         )
     raise CheckpointError(
         "memory.insufficient",
-        "{place} needs {needed} of memory as {dtype} on {device}, but only {available} of {total} is available. "
-        "Free some memory, or use a smaller model.",
+        "{checkpoint} needs {needed} of memory as {dtype} on {device}, but only {available} of {total} is "
+        "available. Free some memory, or use a smaller model.",
         **values,
     )
 

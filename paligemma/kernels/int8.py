@@ -89,9 +89,9 @@ def quantize_activations(x: Tensor, quant_max: int) -> tuple[Tensor, Tensor]:
     return quantized.flatten(0, 1), scales
 
 
-def _row_blocks(matrix: Tensor, max_numbers: int) -> Iterator[slice]:
-    """Slices of rows with at most `max_numbers` elements each."""
-    num_rows = max(1, max_numbers // matrix.shape[1])
+def _row_blocks(matrix: Tensor, max_elements: int) -> Iterator[slice]:
+    """Slices of rows with at most `max_elements` elements each."""
+    num_rows = max(1, max_elements // matrix.shape[1])
     return (slice(start, start + num_rows) for start in range(0, matrix.shape[0], num_rows))
 
 
