@@ -156,9 +156,9 @@ def have_memory(total: int, available: int) -> Callable[[Environment], None]:
 OTHER, REVISION, HALF = ["--model", "owner/other"], ["--revision", "v9"], ["--dtype", "float16"]
 # name: (fault, command line flags, error message)
 CASES: dict[str, tuple[Callable[[Environment], object], list[str], str]] = {
-    "gated, no token": (gate(None), [], r"is gated and needs .* Accept its license at https.*HF_TOKEN"),
-    "gated, no license": (gate(UNLICENSED), [], r"gated and the access token has no access.* fine-grained"),
-    "invalid token": (
+    "gated, no access token": (gate(None), [], r"is gated and needs .* Accept its license at https.*HF_TOKEN"),
+    "gated, license not accepted": (gate(UNLICENSED), [], r"gated and the access token has no access.* fine-grained"),
+    "invalid access token": (
         lambda env: env.log_in(INVALID_TOKEN),
         [],
         r"rejected the access token for owner/model.*settings/tokens",
@@ -466,7 +466,9 @@ def test_damaged_cached_file_is_named_and_downloaded_again_after_deletion(env):
     assert load_model(find_checkpoint("owner/model", dtype="float32").folder, "cpu")
 
 
-@pytest.mark.parametrize("case", ["offline", "no connection", "hub down", "invalid token", "timeout", "cached branch"])
+@pytest.mark.parametrize(
+    "case", ["offline", "no connection", "hub down", "invalid access token", "timeout", "cached branch"]
+)
 def test_cache_is_used_if_the_hub_is_unreachable_or_rejects_the_token(env, case):
     if case == "cached branch":
         env.hub.branches["bfloat16"] = env.hub.branches.pop("main")

@@ -1,4 +1,4 @@
-// A row of buttons with a note below: {chips: [{label, note, hint, image?}], note?}. Triggers "select" with the index of
+// Buttons with a note below: {chips: [{label, note, hint, image?}], note?}. Triggers "select" with the index of
 // the pressed one.
 
 const { t, create, createButton, replaceContent, parseValue, subscribe } = window.paligemma;

@@ -140,7 +140,7 @@ above:
 
 ![Losses and metrics by training step](training.png)
 
-`{mask_decoder}` was trained beforehand on the silhouettes of the icons
+`{mask_decoder}` was trained beforehand on the silhouettes of the icons in the training styles
 (`python -m paligemma.training.masks`).
 
 ## Size
