@@ -103,7 +103,7 @@ class Execution:
         return step.finish_reason is not None or not (self._run_state.stop_requested or is_paused)
 
     def due_update(self) -> PageUpdate | None:
-        """Return the tokens since the last update, or None if none is due: at most one per UPDATE_INTERVAL_S.
+        """Return an update with the tokens since the last one, or None: at most one per UPDATE_INTERVAL_S.
 
         The last token is part of the update that `finish` returns.
         """

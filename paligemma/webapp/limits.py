@@ -25,7 +25,7 @@ class Limits:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Limits:
-        """Read MAX_NEW_TOKENS, MAX_SECONDS and MAX_WAITING; InputError unless each is an integer >= 1."""
+        """Read MAX_NEW_TOKENS, MAX_SECONDS and MAX_WAITING. Raises InputError unless each is an integer >= 1."""
         default = cls()
         return cls(
             _positive_int(environment, "MAX_NEW_TOKENS", default.max_new_tokens),
@@ -34,7 +34,7 @@ class Limits:
         )
 
     def apply(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `PaliGemma.stream` with a time limit; InputError for too many tokens."""
+        """Return the arguments of `PaliGemma.stream` with a time limit. Raises InputError for too many tokens."""
         if request["max_new_tokens"] > self.max_new_tokens:
             raise InputError(
                 "limits.max_new_tokens",

@@ -54,7 +54,7 @@ def _format(text: str, values: Mapping[str, Any]) -> str:
 
 
 def summary(run: Run) -> Status:
-    """Why a run ended, its timing and its sampling settings."""
+    """Summarize why a run ended, its timing and its sampling settings."""
     timing = run.timing
     if timing is None or run.finish_reason not in FINISHED:
         return {"kind": "idle", "joined": [("Stopped", {}), count_tokens(run.steps), *sampling_summary(run)]}

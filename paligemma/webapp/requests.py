@@ -42,7 +42,7 @@ def _integral_float_to_int(value: Any) -> Any:
 
 
 def _empty_to_none(value: Any) -> Any:
-    """The value of an empty number field is ""."""
+    """Convert "", the value of an empty number field, to None."""
     return None if value == "" else value
 
 

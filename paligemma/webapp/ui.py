@@ -116,7 +116,10 @@ class Parts(NamedTuple):
 
 
 def build_app(*served_models: ServedModel) -> gr.Blocks:
-    """Build the page and the HTTP API for these models; the first one is the default. Launches and loads nothing."""
+    """Build the page and the HTTP API for these models; the first one is the default.
+
+    Does not launch the app or load a model.
+    """
     example_list, limits = examples.load_examples(ASSETS / "examples"), served_models[0].limits
     with Page(
         title="PaliGemma, token by token", analytics_enabled=False, delete_cache=(600, 3600), fill_width=True
