@@ -537,7 +537,7 @@ def test_chinese_browser_gets_chinese_and_can_switch(browser, url, locale):
 
 def test_error_with_an_error_as_its_reason_is_translated(browser, url):
     page = open_page(browser, url, locale="zh-CN")
-    reason = InputError("checkpoint.no_config", "{place} has no config.json.", place="folder")
+    reason = InputError("checkpoint.no_config", "{checkpoint} has no config.json.", checkpoint="folder")
     error = InputError("model.load_failed", "{name} could not be loaded. {reason}", name="<b>m</b>", reason=reason)
     text = page.evaluate("(status) => paligemma.formatMessage(status)", coded_status(error))
     assert text == "<b>m</b> 加载失败。folder 中没有 config.json。请重新复制或下载该 checkpoint。"
