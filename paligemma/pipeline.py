@@ -52,7 +52,7 @@ class PaliGemma:
         self.source = source
         self.revision = revision
         self.quantize = quantize
-        self.backend = backend or str(model.dtype).removeprefix("torch.")
+        self.backend = backend or checkpoint.dtype_name(model.dtype)
         self.image_features = ImageFeatureCache(model.get_image_features)
         self.allowed_tokens = processor.allowed_tokens(model.config.text_config.vocab_size)
 

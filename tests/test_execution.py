@@ -34,13 +34,10 @@ from webapp_helpers import (
 )
 
 from paligemma.errors import InputError, NonFiniteLogitsError
-from paligemma.paths import BUNDLED_MODEL
 from paligemma.webapp import execution, handlers, messages
 from paligemma.webapp.examples import Example
 from paligemma.webapp.page_update import PageUpdate
 from paligemma.webapp.session import Session
-
-BUNDLED_MASK_DECODER = BUNDLED_MODEL / "mask_decoder.safetensors"
 
 
 @pytest.fixture(autouse=True)

@@ -219,10 +219,6 @@ def forced_ids(vlm: paligemma.PaliGemma, count: int) -> list[int]:
     return token_ids[torch.linspace(0, len(token_ids) - 1, count).long()].tolist()
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # Measurement
 
 
@@ -279,7 +275,7 @@ def _environment(vlm: paligemma.PaliGemma, name: str) -> dict[str, Any]:
     return {
         "model": name,
         "parameters": sum(weight.numel() for weight in checkpoint.build_empty_model(vlm.config).parameters()),
-        "dtype": _name(vlm.dtype),
+        "dtype": checkpoint.dtype_name(vlm.dtype),
         "device": torch.cuda.get_device_name(vlm.device) if vlm.device.type == "cuda" else vlm.device.type,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

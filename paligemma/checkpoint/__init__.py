@@ -5,7 +5,7 @@ Names, shapes and memory are checked from the files' headers before weights are 
 supported: PyTorch's .bin and .pt files are pickles, which can execute code.
 """
 
-from paligemma.checkpoint.devices import DTYPES, resolve_device, resolve_dtype
+from paligemma.checkpoint.devices import DTYPES, dtype_name, resolve_device, resolve_dtype
 from paligemma.checkpoint.files import DOWNLOADED_FILES, INDEX_FILE, SINGLE_FILE, weight_files
 from paligemma.checkpoint.find import (
     BUNDLED_FOLDER,
@@ -31,6 +31,7 @@ __all__ = [
     "Progress",
     "build_empty_model",
     "canonical_name",
+    "dtype_name",
     "find_checkpoint",
     "is_bundled",
     "load_for_inference",

@@ -29,7 +29,7 @@ from paligemma.webapp.images import PREVIEW_SIDE, InputImage, encode_png
 from paligemma.webapp.requests import format_location, quote
 from paligemma.webapp.run_schema import FORMAT, MAX_MODEL_INPUT_SIDE, PictureFields, RunFields
 from paligemma.webapp.runs import Run
-from paligemma.webapp.uploads import MAX_FILE_BYTES, MAX_PIXELS, decode_image
+from paligemma.webapp.uploads import MAX_PIXELS, check_size, decode_image
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -114,8 +114,7 @@ def read_run(file: bytes, number: int) -> Run:
 
 
 def _parse_json(file: bytes) -> Any:
-    if len(file) > MAX_FILE_BYTES:
-        raise InputError("upload.size", "The file must be at most {maximum} MB.", maximum=MAX_FILE_BYTES // 2**20)
+    check_size(file)
     try:
         return json.loads(
             file.decode("utf-8-sig"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paligemma.checkpoint import dtype_name
 from paligemma.checkpoint.hub import redact_tokens
 from paligemma.errors import CodedError, InputError
 from paligemma.generation import StepCollector
@@ -303,7 +304,7 @@ def _metadata(name: str, model: PaliGemma) -> dict[str, Any]:
     return {
         "name": name,
         "revision": model.revision,
-        "dtype": model.quantize or str(model.dtype).removeprefix("torch."),
+        "dtype": model.quantize or dtype_name(model.dtype),
         "device": str(model.device),
         "parameters": model.num_parameters,
     }

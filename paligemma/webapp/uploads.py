@@ -53,9 +53,14 @@ def read_upload(path: str | Path) -> bytes:
             content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise InputError("upload.unreadable", "The uploaded file cannot be read. Upload it again.") from error
+    check_size(content)
+    return content
+
+
+def check_size(content: bytes) -> None:
+    """Raise InputError for a file larger than MAX_FILE_BYTES."""
     if len(content) > MAX_FILE_BYTES:
         raise InputError("upload.size", "The file must be at most {maximum} MB.", maximum=MAX_FILE_BYTES // 2**20)
-    return content
 
 
 def open_image(path: str | Path | None) -> Image.Image:
