@@ -1,4 +1,4 @@
-"""Shared fixtures: an image file, a tiny random checkpoint, random mask decoder weights and a browser."""
+"""Shared fixtures: an image file, a tiny random checkpoint, random mask decoder weights, a browser and the page."""
 
 from __future__ import annotations
 
@@ -64,3 +64,37 @@ def browser() -> Iterator:
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A scripted model that takes 100 ms per token, for the tests of the page."""
+    from browser_helpers import PIECES
+    from fake_model import FakeModel
+
+    return FakeModel(PIECES, seconds_per_token=0.1)
+
+
+@pytest.fixture(scope="module")
+def url(model) -> Iterator[str]:
+    """The address of a server with the scripted model."""
+    from browser_helpers import serve
+
+    with serve(model) as address:
+        yield address
+
+
+@pytest.fixture
+def page(browser, url, image_file) -> Iterator:
+    """The page with an image. No dialog and no script error may appear."""
+    from browser_helpers import open_page
+
+    page = open_page(browser, url, color_scheme="light")
+    problems: list[str] = []
+    page.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.set_input_files("#image input[type=file]", str(image_file))
+    page.wait_for_selector("#image-view .figure img")
+    yield page
+    page.close()
+    assert not problems
