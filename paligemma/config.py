@@ -16,7 +16,7 @@ from paligemma.errors import InputError
 from paligemma.validation import is_finite_number, is_integer
 
 IGNORE_INDEX = -100  # label of positions without a loss, the default of F.cross_entropy
-# Older files write "gelu" for the tanh approximation.
+# Older files use "gelu" for the tanh approximation.
 TANH_GELU_NAMES = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")
 # Limits far above any PaliGemma model, so that an invalid config.json is rejected before anything is allocated.
 MAX_PARAMETERS = 10**11
@@ -397,7 +397,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(
-            "config.invalid_json", "{file} is not valid JSON: {reason}", file=str(path), reason=str(error)
+            "config.invalid_json", "{file} is not valid JSON: {reason}.", file=str(path), reason=str(error)
         ) from None
     if not isinstance(data, dict):
         raise InputError("config.not_an_object", "{file} must contain a JSON object.", file=str(path))

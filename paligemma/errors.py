@@ -33,7 +33,7 @@ class CheckpointError(InputError):
 
 
 class NonFiniteLogitsError(CodedError, ArithmeticError):
-    """The model computed NaN or infinity instead of logits."""
+    """The logits contain NaN or infinity."""
 
 
 AnyCodedError = TypeVar("AnyCodedError", bound=CodedError)

@@ -98,8 +98,8 @@ class Step:
     Attributes:
         index: position in the answer, from 0.
         token_id, piece: the token's id and its string in the tokenizer's vocabulary.
-        text_delta, text: the text added by this token, and the text so far. EOS adds no text. Bytes of an
-            incomplete UTF-8 character are held back until it is complete, at most until the last step.
+        text_delta, text: the text added by this token, and the text so far. EOS adds no text. A run of
+            byte-fallback tokens is buffered, and its text is added at the next text token or at the last step.
         logit: float32 output of the model (Gemma 2: after soft-capping).
         logprob, prob: log-probability (natural logarithm) and probability at temperature 1.
         sampled_prob: probability of being drawn, after temperature, top-k and top-p. With temperature 0 it is 1 for
@@ -379,12 +379,13 @@ def _check_request(
     if batch != 1:
         raise InputError("generation.batch", "A request must have exactly one prompt, got {count}.", count=batch)
     positions = model.config.text_config.max_position_embeddings
+    check_prefix_length(prefix_length, positions)
     if prefix_length + options.max_new_tokens > positions:
         raise InputError(
             "generation.positions",
             "max_new_tokens must be <= {maximum}, got {value}. Image and prompt take {prefix_length} of the model's "
             "{positions} positions.",
-            maximum=max(0, positions - prefix_length),
+            maximum=positions - prefix_length,
             value=options.max_new_tokens,
             prefix_length=prefix_length,
             positions=positions,
@@ -396,6 +397,17 @@ def _check_request(
                 "forced_ids must contain only tokenizer ids other than <image>, got {token_id}.",
                 token_id=token_id,
             )
+
+
+def check_prefix_length(prefix_length: int, positions: int) -> None:
+    """Raise InputError if image and prompt leave no position for a generated token."""
+    if prefix_length >= positions:
+        raise InputError(
+            "generation.prompt_too_long",
+            "The prompt is too long: image and prompt take {prefix_length} of the model's {positions} positions.",
+            prefix_length=prefix_length,
+            positions=positions,
+        )
 
 
 def _to_token_ids(forced_ids: Any) -> tuple[int, ...]:

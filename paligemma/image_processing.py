@@ -34,7 +34,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     * Animations: the first frame.
     * EXIF orientation is applied.
     * Transparency is composited onto white, as in transformers.
-    * 16-bit grayscale (`I;16...`) is scaled from 0..65535 to 0..255. The range of `I` and `F` is inferred, see
+    * 16-bit grayscale (`I;16...`) is scaled from 0..65535 to 0..255. The range of `I` and `F` is inferred; see
       `_value_range`. Values are scaled, never clipped.
     * Color profiles are ignored; CMYK is converted by Pillow.
 
@@ -206,7 +206,7 @@ def _read_image_processor_config(folder: Path) -> Mapping[str, Any]:
         if not isinstance(stored, dict):
             raise InputError(
                 "image_settings.object",
-                "The image processor configuration in {path} must be an object, got {value!r}.",
+                "The image processor configuration in {path} must be a JSON object, got {value!r}.",
                 path=str(path),
                 value=stored,
             )

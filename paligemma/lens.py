@@ -19,6 +19,7 @@ from torch import Tensor
 from paligemma.attention_mask import PREFIX, SUFFIX
 from paligemma.errors import InputError, NonFiniteLogitsError
 from paligemma.gemma import GemmaLayer, LayerObserver
+from paligemma.generation import check_prefix_length
 from paligemma.sampling import rank_of, top_k_indices
 from paligemma.validation import is_integer
 
@@ -81,8 +82,10 @@ def inspect(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: Sequence
         index: 0 to len(token_ids) - 1.
 
     Raises:
-        InputError: if `index` is out of range or a token id is not allowed.
-        NonFiniteLogitsError: if the model overflows (float16).
+        InputError: if `token_ids` is empty, `index` is out of range, a token id is not allowed, or the prompt is too
+            long.
+        NonFiniteLogitsError: if the logits contain NaN or infinity, because the model overflows (float16) or the
+            checkpoint is corrupt.
     """
     inputs = vlm.processor([image], [prompt])
     token_ids = tuple(token_ids)
@@ -114,7 +117,7 @@ def image_shares(vlm: PaliGemma, image: Image.Image, prompt: str, token_ids: Seq
         float32, (tokens, layers, heads), on the CPU.
 
     Raises:
-        InputError: if `token_ids` is empty or a token id is not allowed.
+        InputError: if `token_ids` is empty, a token id is not allowed, or the prompt is too long.
     """
     inputs = vlm.processor([image], [prompt])
     token_ids = tuple(token_ids)
@@ -187,7 +190,7 @@ def _lens_rows(vlm: PaliGemma, logits: Tensor, final_id: int) -> tuple[LensRow, 
             raise NonFiniteLogitsError(
                 "lens.non_finite",
                 "The logits after layer {layer} contain NaN or infinity. Gemma overflows in float16: load the model "
-                "with dtype='bfloat16' or 'float32'.",
+                "with dtype='bfloat16' or 'float32'. If it happens in those dtypes, the checkpoint may be corrupt.",
                 layer=layer,
             )
         logprobs = allowed_logits.log_softmax(dim=0)
@@ -200,6 +203,8 @@ def _lens_rows(vlm: PaliGemma, logits: Tensor, final_id: int) -> tuple[LensRow, 
 
 
 def _check_request(vlm: PaliGemma, prefix_length: int, token_ids: tuple[int, ...], index: int) -> None:
+    if not token_ids:
+        raise InputError("lens.no_tokens", "token_ids must not be empty.")
     if not is_integer(index) or not 0 <= index < len(token_ids):
         raise InputError(
             "lens.index",
@@ -216,6 +221,7 @@ def _check_request(vlm: PaliGemma, prefix_length: int, token_ids: tuple[int, ...
                 token_id=token_id,
             )
     positions = vlm.config.text_config.max_position_embeddings
+    check_prefix_length(prefix_length, positions)
     if prefix_length + index > positions:
         raise InputError(
             "lens.positions",

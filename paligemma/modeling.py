@@ -140,7 +140,8 @@ class PaliGemmaForConditionalGeneration(nn.Module):
                 f"attention_mask must have shape {(batch, past + num_tokens)} ({past} cached and {num_tokens} new "
                 f"tokens), got {tuple(padding_mask.shape)}."
             )
-        # Cached tokens get type PREFIX: new prefix tokens attend to them; for suffix tokens they are causal anyway.
+        # Cached tokens get type PREFIX: new prefix tokens attend to them; suffix tokens attend to them anyway, because
+        # they come earlier.
         key_types = torch.cat((token_types.new_full((batch, past), PREFIX), token_types), dim=1)
 
         def additive(window: int | None) -> Tensor | None:

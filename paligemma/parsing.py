@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 # <locK> is at K / 1024 of the height or width, as in Google's demos. (big_vision's evaluation divides by 1023, which
-# moves a box by at most 0.1% of that.)
+# moves a box by at most 0.1% of the height or width.)
 LOCATION_BINS = 1024
 LOCATIONS_PER_BOX = 4
 MASK_CODEBOOK_SIZE = 128

@@ -104,7 +104,8 @@ class PaliGemma:
 
         Raises:
             InputError: immediately, for an invalid argument.
-            NonFiniteLogitsError: during iteration, if the model overflows (float16).
+            NonFiniteLogitsError: during iteration, if the logits contain NaN or infinity, because the model overflows
+                (float16) or the checkpoint is corrupt.
         """
         started = perf_counter()
         sampling = Sampling(temperature, top_k, top_p, seed)
@@ -155,10 +156,10 @@ def load(
         revision: branch, tag or commit; only with a hub id.
         device: "auto" (CUDA, else MPS, else CPU) or a device.
         dtype: "auto", "float32", "bfloat16" or "float16". "auto" keeps the dtype of a local checkpoint; for a hub id it
-            is bfloat16 on devices that compute it fast, else float32.
+            is bfloat16 on devices with native bfloat16 matmuls, else float32.
         quantize: None, or "int8" for int8 weights and activations in the decoder's and the head's linear layers. It
-            needs about half the memory; on a CPU, decoding takes half to two thirds of the time. On other devices,
-            weights are dequantized in every forward pass, which is slower.
+            needs about half the memory of bfloat16; on a CPU, decoding takes half to two thirds of bfloat16's time. On
+            other devices, weights are dequantized in every forward pass, which is slower.
         token: access token for the hub; None: the one stored by `hf auth login`, or HF_TOKEN.
         progress: called with (stage, bytes done, total bytes); the stage is "downloading" (hub id only), then
             "loading".
@@ -174,4 +175,4 @@ def load(
     # Load the processor first, so that an invalid tokenizer is reported before weights are loaded.
     processor = PaliGemmaProcessor.from_folder(found.folder, checkpoint.read_config(found.folder))
     model, backend = checkpoint.load_for_inference(found.folder, device, found.dtype, quantize, progress)
-    return PaliGemma(model, processor, found.name, found.origin, found.revision, quantize, backend)
+    return PaliGemma(model, processor, found.name, found.source, found.revision, quantize, backend)

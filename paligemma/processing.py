@@ -201,7 +201,7 @@ class PaliGemmaProcessor:
         if len(ids) != 1 or ids[0] in self.special_token_ids:
             raise InputError(
                 "tokenizer.newline",
-                "The tokenizer must encode a newline as a single ordinary token, got the ids {ids}.",
+                "The tokenizer must encode a newline as a single non-special token, got the ids {ids}.",
                 ids=ids,
             )
         return ids[0]

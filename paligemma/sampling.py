@@ -1,9 +1,9 @@
 """Choose the next token from logits: temperature, top-k, top-p and the random draw.
 
 The plain implementations come first; they follow transformers' logits processors. The fast ones after them return the
-same values without sorting the full vocabulary of 257,000 tokens.
+same values up to rounding, without sorting the full vocabulary of 257,000 tokens.
 
-All functions take one position, a tensor of shape (num_tokens,), and return indices into it.
+All functions operate on one position, a tensor of shape (num_tokens,); token indices are indices into it.
 """
 
 from __future__ import annotations

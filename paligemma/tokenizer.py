@@ -45,7 +45,7 @@ def _convert_sentencepiece(path: Path) -> Tokenizer:
     if missing:
         raise InputError(
             "tokenizer.conversion_packages",
-            "Found no tokenizer.json next to {path}. To convert this file, run: pip install {packages}",
+            "tokenizer.json not found next to {path}. To convert {path}, run: pip install {packages}",
             path=str(path),
             packages=" ".join(missing),
         )

@@ -47,7 +47,7 @@ def with_text(characters: int) -> bytes:
     return encode(RGB, "PNG", pnginfo=comments)
 
 
-def with_damaged_exif() -> bytes:
+def with_corrupt_exif() -> bytes:
     """A JPEG file with EXIF orientation 6 and an EXIF field that points outside the block."""
     block = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2)
     block += struct.pack("<HHII", 0x0112, 3, 1, 6) + struct.pack("<HHII", 0x010E, 2, 10**6, 10**6) + bytes(4)

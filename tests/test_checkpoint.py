@@ -173,12 +173,12 @@ def test_head_that_differs_in_the_last_block_is_rejected(folder, monkeypatch):
 
 
 def test_missing_and_unexpected_tensors_are_listed(folder):
-    def damage(tensors: dict[str, Tensor]) -> None:
+    def corrupt(tensors: dict[str, Tensor]) -> None:
         del tensors["multi_modal_projector.linear.bias"]
         for index in range(11):
             tensors[f"extra.{index:02}"] = torch.zeros(1)
 
-    rewrite(folder, damage)
+    rewrite(folder, corrupt)
     with pytest.raises(CheckpointError) as caught:
         load_model(folder, "cpu")
     message = str(caught.value)
@@ -255,16 +255,16 @@ def test_truncated_shard_is_named(sharded, size):
     shard = sorted(sharded.glob("model-*.safetensors"))[0]
     content = shard.read_bytes()
     shard.write_bytes(content[:size])
-    message = f"{shard.name} is truncated or damaged .*Delete .*{shard.name}, then copy"
+    message = f"{shard.name} is truncated or corrupt .*Delete .*{shard.name}, then copy"
     with pytest.raises(CheckpointError, match=message):
         load_model(sharded, "cpu")
 
 
 @pytest.mark.parametrize("length", [2**64 - 1, 10**12, 2, 0])
-def test_damaged_header_is_rejected(folder, length):
+def test_corrupt_header_is_rejected(folder, length):
     content = (folder / SINGLE_FILE).read_bytes()
     (folder / SINGLE_FILE).write_bytes(length.to_bytes(8, "little") + content[8:])
-    with pytest.raises(CheckpointError, match="truncated or damaged"):
+    with pytest.raises(CheckpointError, match="truncated or corrupt"):
         load_model(folder, "cpu")
 
 
@@ -523,14 +523,14 @@ def test_saving_below_a_file_is_rejected(folder):
 
 def test_local_folder_is_found(folder):
     found = find_checkpoint(folder)
-    assert (found.folder, found.origin, found.name, found.dtype) == (folder, "folder", str(folder), "auto")
+    assert (found.folder, found.source, found.name, found.dtype) == (folder, "folder", str(folder), "auto")
 
 
 def test_bundled_model_is_found(folder, monkeypatch):
     monkeypatch.setattr(find, "BUNDLED_FOLDER", folder)
     found = find_checkpoint()
-    assert (found.folder, found.origin) == (folder, "bundled")
-    assert find_checkpoint(folder / ".." / folder.name).origin == "bundled"
+    assert (found.folder, found.source) == (folder, "bundled")
+    assert find_checkpoint(folder / ".." / folder.name).source == "bundled"
 
 
 def test_missing_bundled_model_is_reported(tmp_path, monkeypatch):

@@ -178,7 +178,7 @@ def test_tokens_that_are_not_allowed_have_no_effect(sampling):
         assert dataclasses.replace(step, seconds=0) == dataclasses.replace(expected, seconds=0)
 
 
-def test_text_deltas_join_and_incomplete_characters_are_held_back():
+def test_text_deltas_join_and_byte_fallback_runs_are_buffered():
     processor = tiny_processor()
     pieces = ["▁cat", "<0xE2>", "<0x82>", "<0xAC>", "<loc0012>", "<eos>", "<0xE2>", "<0x82>"]
     token_ids = [processor.tokenizer.token_to_id(piece) for piece in pieces]
@@ -328,6 +328,17 @@ def test_more_tokens_than_positions_are_rejected_before_any_computation():
         start(model, inputs, max_new_tokens=5)
     assert not calls
     assert len(list(start(model, inputs, max_new_tokens=4))) == 4
+
+
+@pytest.mark.parametrize("positions_left", [0, -1])
+def test_prompt_that_fills_all_positions_is_rejected(positions_left):
+    inputs = tiny_inputs()
+    prefix_length = inputs["input_ids"].shape[1]
+    positions = prefix_length + positions_left
+    model = tiny_model(config=tiny_config("paligemma1", max_position_embeddings=positions))
+    message = f"^The prompt is too long: image and prompt take {prefix_length} of the model's {positions} positions\\.$"
+    with pytest.raises(InputError, match=message):
+        start(model, inputs, max_new_tokens=1)
 
 
 def test_batch_is_rejected():

@@ -92,7 +92,7 @@ def test_size_and_pixels_have_the_same_orientation(orientation):
 
 
 def test_orientation_is_applied_despite_corrupt_exif_data():
-    image = make_input_image(decode_image(files.with_damaged_exif()), PROCESSOR)
+    image = make_input_image(decode_image(files.with_corrupt_exif()), PROCESSOR)
     assert image.size == decode_image(image.preview).size == (30, 40)
 
 

@@ -241,7 +241,7 @@ CASES: dict[str, tuple[Callable[[Environment], object], list[str], str]] = {
         r"config\.json of owner/model cannot be used: .*9e\+12",
     ),
     "invalid JSON": (truncate("config.json"), [], r"config\.json of owner/model cannot be used: .*not valid JSON"),
-    "truncated weights": (truncate(SINGLE_FILE), [], r"truncated or damaged .*Delete .*blobs.*, then copy or download"),
+    "truncated weights": (truncate(SINGLE_FILE), [], r"truncated or corrupt .*Delete .*blobs.*, then copy or download"),
     "invalid tokenizer": (truncate("tokenizer.json"), [], r"tokenizer\.json"),
     "index with a path outside the folder": (
         list_outside_path,
@@ -349,7 +349,7 @@ def test_command_line_uses_the_hub_of_the_environment(env, image_file, tmp_path)
 
 def test_checkpoint_is_downloaded_once(env):
     found = find_checkpoint("owner/model", dtype="float32")
-    assert (found.origin, found.name, found.revision, found.dtype) == ("hub", "owner/model", "main", torch.float32)
+    assert (found.source, found.name, found.revision, found.dtype) == ("hub", "owner/model", "main", torch.float32)
     assert load_model(found.folder, "cpu").dtype == torch.float32
     downloaded = env.hub.downloads()
     assert find_checkpoint("owner/model", dtype="float32").folder == found.folder
@@ -399,7 +399,7 @@ def test_explicit_revision_is_used_for_every_dtype(env):
 
 def test_token_with_a_license_downloads_a_gated_model(env):
     env.hub.gated = True
-    assert find_checkpoint("owner/model", token=f"{LICENSED}\n", dtype="float32").origin == "hub"
+    assert find_checkpoint("owner/model", token=f"{LICENSED}\n", dtype="float32").source == "hub"
 
 
 def test_download_progress_is_counted_and_shown_on_the_badge(env):
@@ -438,7 +438,7 @@ def test_incomplete_download_does_not_count_as_cached(env, sharded):
     with pytest.raises(CheckpointError, match="complete files are kept"):
         find_checkpoint("owner/model", dtype="float32")
     env.go_offline()
-    with pytest.raises(CheckpointError, match=r"is incomplete, and the hub is unreachable\. Connect and try again"):
+    with pytest.raises(CheckpointError, match=r"is incomplete, and the hub is unreachable\. Check the connection and try"):
         find_checkpoint("owner/model", dtype="float32")
     env.set(constants, "HF_HUB_OFFLINE", False)
     env.hub.num_cuts = 0
@@ -455,7 +455,7 @@ def test_truncated_cached_file_is_downloaded_again(env):
         assert (find_checkpoint("owner/model", dtype="float32").folder / name).read_bytes() == env.hub.main[name]
 
 
-def test_damaged_cached_file_is_named_and_downloaded_again_after_deletion(env):
+def test_corrupt_cached_file_is_named_and_downloaded_again_after_deletion(env):
     folder = find_checkpoint("owner/model", dtype="float32").folder
     file = (folder / SINGLE_FILE).resolve()
     file.write_bytes(b"\xff" * file.stat().st_size)

@@ -182,23 +182,23 @@ def test_second_load_reads_the_cached_weights(folder, cache, monkeypatch):
     assert logits_of(folder, quantize="int8") == first
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped bit", "foreign", "empty"])
-def test_damaged_cache_file_is_replaced(folder, cache, damage, caplog):
+@pytest.mark.parametrize("corruption", ["truncated", "flipped bit", "foreign", "empty"])
+def test_corrupt_cache_file_is_replaced(folder, cache, corruption, caplog):
     first = logits_of(folder, quantize="int8")
     (stored,) = cache.iterdir()
     file = stored / "language_model.model.layers.1.mlp.up_proj.safetensors"
     intact = file.read_bytes()
-    if damage == "truncated":
+    if corruption == "truncated":
         file.write_bytes(intact[:-100])
-    elif damage == "flipped bit":
+    elif corruption == "flipped bit":
         file.write_bytes(intact[:-100] + bytes(byte ^ 1 for byte in intact[-100:-99]) + intact[-99:])
-    elif damage == "foreign":
+    elif corruption == "foreign":
         shutil.copy(next(iter(folder.glob("*.safetensors"))), file)
     else:
         file.write_bytes(b"")
     with caplog.at_level(logging.WARNING):
         assert logits_of(folder, quantize="int8") == first
-    assert "layers.1.mlp.up_proj.safetensors are damaged" in caplog.text
+    assert "layers.1.mlp.up_proj.safetensors are corrupt" in caplog.text
     assert file.read_bytes() == intact
     assert not list(stored.glob("*.tmp"))
 

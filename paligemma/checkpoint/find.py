@@ -26,14 +26,14 @@ class CheckpointSource:
 
     Attributes:
         folder: contains config.json, weights and tokenizer.json.
-        origin: "bundled", "folder" or "hub".
-        name: the hub id, or the folder as given.
+        source: "bundled", "folder" or "hub".
+        name: hub id, folder as given, or "bundled demo".
         revision: branch, tag or commit on the hub; None elsewhere.
         dtype: to pass to `load_model`: a dtype, or "auto" for the stored one.
     """
 
     folder: Path
-    origin: str
+    source: str
     name: str
     revision: str | None = None
     dtype: str | torch.dtype = "auto"

@@ -213,8 +213,8 @@ def _explain(error: Exception, repo: str, revision: str, token: str | None) -> C
     if isinstance(error, hub_errors.IncompleteSnapshotError):
         return CheckpointError(
             "hub.incomplete",
-            "The download of {repo} ({revision}) is incomplete, and the hub is unreachable. Connect and try again; "
-            "complete files are kept.",
+            "The download of {repo} ({revision}) is incomplete, and the hub is unreachable. Check the connection and "
+            "try again; complete files are kept.",
             repo=repo,
             revision=revision,
         )

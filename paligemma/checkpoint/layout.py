@@ -101,8 +101,8 @@ def _read_header(file: Path) -> list[StoredTensor]:
             return [StoredTensor(key, file, tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()]
     except SafetensorError as error:
         raise CheckpointError(
-            "checkpoint.damaged",
-            "{file} is truncated or damaged ({reason}). Delete {target}, then copy or download it again.",
+            "checkpoint.corrupt",
+            "{file} is truncated or corrupt ({reason}). Delete {target}, then copy or download it again.",
             file=str(file),
             reason=str(error),
             target=str(file.resolve()),

@@ -57,7 +57,7 @@ def load_model(
         trainable: whether parameters require gradients.
 
     Raises:
-        CheckpointError: before weights are read, if files are missing or damaged, do not match config.json, or do not
+        CheckpointError: before weights are read, if files are missing or corrupt, do not match config.json, or do not
             fit into memory.
         InputError: for a device or dtype that is not available.
     """

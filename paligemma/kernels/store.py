@@ -22,7 +22,7 @@ FORMAT_VERSION = 2  # of the cached files; part of the folder name, so other ver
 MIN_FREE_BYTES = 1_000_000_000  # disk space that must remain free
 STALE_SECONDS = 3600  # temporary files older than this are left over from a killed process
 
-QuantizedWeight = tuple[Tensor, Tensor]  # int8 values, (rows, in_features), and float32 scales, (rows,)
+QuantizedWeight = tuple[Tensor, Tensor]  # int8 values, (out_features, in_features), and float32 scales, (out_features,)
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def content_key(files: Iterable[Path]) -> str:
 class QuantizedStore:
     """Cached quantized weights of one checkpoint.
 
-    Missing and damaged files are cache misses. A failed write is logged and disables further writes.
+    Missing and corrupt files are cache misses. A failed write is logged and disables further writes.
 
     Args:
         folder: of one checkpoint; created by the first write.
@@ -65,7 +65,7 @@ class QuantizedStore:
         return cls(cache_folder() / f"int8-{content_key(files)}")
 
     def read(self, name: str) -> QuantizedWeight | None:
-        """Return the cached weight of a module; None if it is absent or damaged."""
+        """Return the cached weight of a module; None if it is absent or corrupt."""
         file = self._file(name)
         try:
             with safe_open(file, framework="pt") as opened:
@@ -76,7 +76,7 @@ class QuantizedStore:
         except (OSError, SafetensorError):
             stored, checksum = {}, None
         if checksum is None or checksum != _checksum(stored):
-            log.warning("Cached weights %s are damaged and will be quantized again.", file)
+            log.warning("Cached weights %s are corrupt and will be quantized again.", file)
             return None
         # Kernels keep the scales but copy the values; a view of the scales would keep the whole file mapped.
         return stored["values"], stored["scales"].clone()
