@@ -39,8 +39,8 @@ function createAttention(value) {
   const share = create("p");
   share.append(create("strong", "", (100 * selectHeads(value.picture_share)).toFixed(1) + " %"));
   share.append(create("span", "", " " + t("of the attention is on image tokens")));
-  controls.append(share, createSelect(t("layer"), value.attention.length, layer, (index) => (layer = index)));
-  controls.append(createSelect(t("head"), value.attention[0].length, head, (index) => (head = index)));
+  controls.append(share, createSelect(t("Layer"), value.attention.length, layer, (index) => (layer = index)));
+  controls.append(createSelect(t("Head"), value.attention[0].length, head, (index) => (head = index)));
   controls.append(create("p", "", t("Attention weights are not an explanation of the answer.")));
   columns.append(createHeatmap(value), controls);
   return columns;
@@ -74,7 +74,7 @@ function createSelect(name, count, selected, onSelect) {
   const label = create("label", "field", name + " ");
   const select = create("select");
   for (let index = MEAN; index < count; index++) {
-    const option = create("option", "", index === MEAN ? t("mean") : `${index + 1} / ${count}`);
+    const option = create("option", "", index === MEAN ? t("Mean") : `${index + 1} / ${count}`);
     option.value = index;
     option.selected = index === selected;
     select.append(option);

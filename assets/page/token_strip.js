@@ -21,19 +21,19 @@ const countBelow = (value, thresholds) => thresholds.filter((threshold) => value
 // level: which of the three tints a token has, 0 for none. levels: their labels in the legend.
 const COLORINGS = {
   probability: {
-    label: "color by probability", tint: "warm",
+    label: "Color by probability", tint: "warm",
     level: (token) => countBelow(token.prob, [0.9, 0.6, 0.3]), levels: ["p < 0.9", "< 0.6", "< 0.3"],
   },
   entropy: {
-    label: "color by entropy", tint: "warm",
+    label: "Color by entropy", tint: "warm",
     level: (token) => countAbove(token.entropy, [0.3, 1, 2]), levels: ["> 0.3 nats", "> 1", "> 2"],
   },
   rank: {
-    label: "color by rank", tint: "warm",
+    label: "Color by rank", tint: "warm",
     level: (token) => countAbove(token.rank, [1, 2, 5]), levels: ["2", "3 – 5", "> 5"],
   },
   "image attention": {
-    label: "color by image attention", tint: "cool",
+    label: "Color by image attention", tint: "cool",
     level: (token) => countAbove(imageShares[token.index] ?? 0, [0.1, 0.25, 0.5]), levels: ["> 10 %", "> 25 %", "> 50 %"],
   },
 };
