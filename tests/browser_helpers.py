@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fake_model import FakeModel, fake_image_shares, fake_inspection
+from webapp_helpers import BUNDLED_MASK_DECODER
 
-from paligemma import lens, paths
+from paligemma import lens
 from paligemma.webapp import server, ui
 from paligemma.webapp.served_models import ServedModel
 
@@ -37,8 +38,7 @@ BOXES = ("<loc0256>", "<loc0256>", "<loc0768>", "<loc0768>", *HOSTILE[:1], "▁;
 @contextmanager
 def serve(model: FakeModel) -> Iterator[str]:
     """Serve the page for a scripted model. Yields its address."""
-    decoder = paths.ASSETS / "demo" / "mask_decoder.safetensors"
-    served_model = ServedModel("scripted <b>model</b>", lambda progress: model, [decoder])
+    served_model = ServedModel("scripted <b>model</b>", lambda progress: model, [BUNDLED_MASK_DECODER])
     served_model.start()
     originals = (lens.inspect, lens.image_shares)
     lens.inspect, lens.image_shares = fake_inspection, fake_image_shares

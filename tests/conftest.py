@@ -44,6 +44,12 @@ def image_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def update_for_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a run yield a page update for every token."""
+    monkeypatch.setattr("paligemma.webapp.execution.UPDATE_INTERVAL_S", 0)
+
+
 @pytest.fixture(scope="session")
 def vae_oid_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vae-oid.npz with random parameters."""

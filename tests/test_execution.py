@@ -39,10 +39,7 @@ from paligemma.webapp.examples import Example
 from paligemma.webapp.page_update import PageUpdate
 from paligemma.webapp.session import Session
 
-
-@pytest.fixture(autouse=True)
-def update_for_every_token(monkeypatch) -> None:
-    monkeypatch.setattr(execution, "UPDATE_INTERVAL_S", 0)
+pytestmark = pytest.mark.usefixtures("update_for_every_token")
 
 
 def test_the_token_strip_gets_each_token_once(image_file):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fake_model import PROCESSOR, FakeModel, fake_image_shares, fake_inspection
 from webapp_helpers import (
+    BUNDLED_MASK_DECODER,
     DECODING,
     NO_UPDATE,
     SEGMENTED,
@@ -29,18 +30,12 @@ from webapp_helpers import (
 from paligemma import lens
 from paligemma.image_processing import resize
 from paligemma.masks import MaskDecoder
-from paligemma.paths import BUNDLED_MODEL
-from paligemma.webapp import execution, handlers, messages, runs
+from paligemma.webapp import handlers, messages, runs
 from paligemma.webapp.examples import Example
 from paligemma.webapp.session import Session
 from paligemma.webapp.uploads import open_image
 
-BUNDLED_MASK_DECODER = BUNDLED_MODEL / "mask_decoder.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def update_for_every_token(monkeypatch) -> None:
-    monkeypatch.setattr(execution, "UPDATE_INTERVAL_S", 0)
+pytestmark = pytest.mark.usefixtures("update_for_every_token")
 
 
 # Earlier runs, inspection and files

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import gradio as gr
 import pytest
-from fake_model import FakeModel
+from fake_model import FakeModel, fake_inspection
 from webapp_helpers import (
+    BUNDLED_MASK_DECODER,
     DECODING,
     REQUEST,
     SEGMENTED,
@@ -29,14 +30,10 @@ from webapp_helpers import (
 )
 
 from paligemma.errors import CheckpointError
-from paligemma.paths import BUNDLED_MODEL
 from paligemma.webapp import api, cli, handlers, messages, tasks, ui
 from paligemma.webapp.limits import Limits
 from paligemma.webapp.served_models import ServedModel
 from paligemma.webapp.session import Session
-
-BUNDLED_MASK_DECODER = BUNDLED_MODEL / "mask_decoder.safetensors"
-
 
 # Loading
 
@@ -231,11 +228,13 @@ def test_the_log_has_one_line_per_request_and_no_user_data(image_file, monkeypat
 
     monkeypatch.setattr(model, "stream", break_off)
     run_page(Session((served_model,)), image_file, prompt)
+    served_model.inspect(fake_inspection, None, prompt, (3, 4), 1)
     lines = [record.getMessage() for record in caplog.records if record.name == "paligemma.app"]
     assert re.fullmatch(r"request: model=scripted tokens=3 first=0.01 total=\d\.\d\d outcome=eos", lines[0])
     assert re.fullmatch(r"request rejected: \w+Error", lines[1])
     assert re.fullmatch(r"request: model=scripted tokens=0 first=- total=\d\.\d\d outcome=KeyError", lines[2])
-    assert re.match(r"request failed: KeyError at test_served_models\.py:\d+ ", lines[3]) and len(lines) == 4
+    assert re.match(r"request failed: KeyError at test_served_models\.py:\d+ ", lines[3])
+    assert re.fullmatch(r"inspection: model=scripted total=\d\.\d\d outcome=done", lines[4]) and len(lines) == 5
     assert all("\n" not in line for line in lines)
     for private in ("secret", "answer", image_file.name, "hf_", "\x1b"):
         assert private not in caplog.text

@@ -11,11 +11,13 @@ from fake_model import FakeModel
 from PIL import Image
 
 import paligemma
+from paligemma.paths import BUNDLED_MODEL
 from paligemma.webapp import api, handlers, messages
 from paligemma.webapp.page_update import PageUpdate
 from paligemma.webapp.served_models import ServedModel
 from paligemma.webapp.session import Session
 
+BUNDLED_MASK_DECODER = BUNDLED_MODEL / "mask_decoder.safetensors"
 DECODING = {"max_new_tokens": 16, "temperature": 0, "top_k": 0, "top_p": 1, "seed": None, "top_n": 3}
 # All arguments of `ServedModel.stream` but the image.
 REQUEST = {

@@ -44,8 +44,12 @@ class RequestEntry:
 
 
 @contextmanager
-def log_request(kind: str, model: str, steps: Sequence[Step] = ()) -> Iterator[RequestEntry]:
-    """Log one line when a request ends: model, number of `steps`, seconds and outcome, but no user data."""
+def log_request(kind: str, model: str, steps: Sequence[Step] | None = None) -> Iterator[RequestEntry]:
+    """Log one line when a request ends, without user data: model, seconds and outcome.
+
+    Args:
+        steps: the steps so far, read at the end: adds their number and the time of the first; None: no generation.
+    """
     started, entry = time.perf_counter(), RequestEntry()
     try:
         yield entry
@@ -56,10 +60,13 @@ def log_request(kind: str, model: str, steps: Sequence[Step] = ()) -> Iterator[R
         entry.outcome = type(error).__name__
         raise
     finally:
-        first = f"{steps[0].seconds:.2f}" if steps else "-"
         total = time.perf_counter() - started
-        log.info("%s: model=%s tokens=%d first=%s total=%.2f outcome=%s",
-                 kind, model, len(steps), first, total, entry.outcome)  # fmt: skip
+        tokens = "" if steps is None else f" tokens={len(steps)} first={_first_seconds(steps)}"
+        log.info("%s: model=%s%s total=%.2f outcome=%s", kind, model, tokens, total, entry.outcome)
+
+
+def _first_seconds(steps: Sequence[Step]) -> str:
+    return f"{steps[0].seconds:.2f}" if steps else "-"
 
 
 def error_location(error: BaseException) -> str:
