@@ -15,7 +15,6 @@ from paligemma.generation import StepCollector
 from paligemma.webapp import events
 from paligemma.webapp.errors import report_error
 from paligemma.webapp.logs import error_location, log
-from paligemma.webapp.render import attention
 from paligemma.webapp.requests import (
     check_prompt_length,
     read_ids,
@@ -88,7 +87,7 @@ def inspect_over_api(
         for _ in served_model.wait():
             yield None
         check_prompt_length(served_model.loaded_model.processor, prompt)
-        yield attention.inspection_event(served_model.inspect(lens.inspect, image, prompt, ids, index), index)
+        yield events.inspection_event(served_model.inspect(lens.inspect, image, prompt, ids, index))
     except Exception as error:
         raise api_error(error) from None
 

@@ -11,8 +11,11 @@ from paligemma.parsing import Detection, location_token_indices, parse
 
 if TYPE_CHECKING:
     from paligemma.generation import GenerationResult, Step
+    from paligemma.lens import Inspection
 
 Event = dict[str, Any]
+
+NUM_DECIMALS = 6  # of attention weights, to keep the JSON small
 
 # Sent before the first token, such as while the model loads.
 WAITING_EVENT: Event = {"text": "", "step": None, "finish_reason": None}
@@ -35,6 +38,23 @@ def last_event(result: GenerationResult, size: tuple[int, int], mask_decoder: Ma
         **step_event(result.steps[-1]),
         "detections": detections(result.steps, size, mask_decoder),
         "timing": dataclasses.asdict(result.timing),
+    }
+
+
+def inspection_event(inspection: Inspection) -> Event:
+    """Event of /inspect.
+
+    Returns:
+        {"index", "grid": [rows, columns] of patches, "attention": weights of the patches in row-major order, per layer
+        and head, "picture_share": their sum per layer and head, "lens": [{"layer", "token_id", "piece", "prob",
+        "rank_of_final", "entropy"}]}. Weights are rounded to NUM_DECIMALS decimals.
+    """
+    return {
+        "index": inspection.index,
+        "grid": list(inspection.grid),
+        "attention": _round(inspection.attention.tolist()),
+        "picture_share": _round(inspection.image_share.tolist()),
+        "lens": [dataclasses.asdict(row) for row in inspection.lens],
     }
 
 
@@ -72,3 +92,8 @@ def _mask(detection: Detection, size: tuple[int, int], decoder: MaskDecoder | No
         return None
     mask = paste_mask(decoder.decode([detection.seg])[0], detection.box, *size)
     return None if mask is None else encode_rle(mask)
+
+
+def _round(values: Any) -> Any:
+    """Round a number or nested lists of numbers."""
+    return [_round(value) for value in values] if isinstance(values, list) else round(values, NUM_DECIMALS)

@@ -194,7 +194,7 @@ def inspect_token(session: Session, event: gr.EventData) -> Iterator[tuple[Any, 
         index = read_index(_field(event, "index"))
         found = served_model.inspect(lens.inspect, run.image.model_input, run.request["prompt"], run.token_ids, index)
         status = messages.status("idle", "Attention and logit lens for token {number}", number=index + 1)
-        yield status, attention.attention_state(run.number, found, index)
+        yield status, attention.attention_state(run.number, found)
     except Exception as error:
         yield error_status(error), gr.skip()
 
