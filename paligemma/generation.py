@@ -199,8 +199,9 @@ def stream(
 ) -> Generator[Step, None, GenerationResult]:
     """Generate an answer to one prompt about one image, token by token.
 
-    Arguments are validated immediately. The first step of the generator runs the vision tower and the prefix (image and
-    prompt); every further step decodes one token. The generator returns the GenerationResult; see `StepCollector`.
+    Arguments are validated immediately. The first step of the generator runs the vision tower and the prefill of
+    image and prompt; every further step decodes one token. The generator returns the GenerationResult; see
+    `StepCollector`.
 
     Forced tokens are decoded one at a time, like generated ones, because a batched forward pass sums in a different
     order, which can change later tokens in bfloat16. They also consume random numbers, so forcing the first tokens of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 MAX_IMAGES = 8
-MAX_BYTES = 64 * 1024 * 1024  # features of one 896-pixel image take 19 to 38 MB
+MAX_BYTES = 64 * 1024 * 1024  # features of one 896-pixel image take 17 to 38 MB in bfloat16
 
 
 class ImageFeatureCache:

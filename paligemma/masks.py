@@ -109,7 +109,7 @@ class MaskDecoder(nn.Module):
 
     @torch.inference_mode()
     def decode(self, codes: torch.Tensor | np.ndarray | Sequence[Sequence[int]]) -> np.ndarray:
-        """Decode codes (n, 16), each 0..127, to masks (n, 64, 64), float32 in [0, 1], 0.5 at the outline.
+        """Decode codes (n, 16), each 0..127, to masks (n, 64, 64), float32 in [0, 1], 0.5 at the contour.
 
         Raises:
             ValueError: if the shape is different, the dtype is not integer, or a code is out of range.

@@ -157,9 +157,10 @@ def load(
         device: "auto" (CUDA, else MPS, else CPU) or a device.
         dtype: "auto", "float32", "bfloat16" or "float16". "auto" keeps the dtype of a local checkpoint; for a hub id it
             is bfloat16 on devices with native bfloat16 matmuls, else float32.
-        quantize: None, or "int8" for int8 weights and activations in the decoder's and the head's linear layers. It
-            needs about half the memory of bfloat16; on a CPU, decoding takes half to two thirds of bfloat16's time. On
-            other devices, weights are dequantized in every forward pass, which is slower.
+        quantize: None, or "int8" for int8 weights in the linear layers of the decoder and the LM head; the fastest CPU
+            kernels also quantize the activations. It needs about half the memory of bfloat16; on a CPU, decoding takes
+            half to two thirds of bfloat16's time. On other devices, weights are dequantized in every forward pass,
+            which is slower.
         token: access token for the hub; None: the one stored by `hf auth login`, or HF_TOKEN.
         progress: called with (stage, bytes done, total bytes); the stage is "downloading" (hub id only), then
             "loading".

@@ -133,7 +133,7 @@ def test_invalid_option_is_rejected_at_the_call(vlm, option, value):
 
 def test_error_without_a_bundled_model_explains_how_to_choose_one(monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoint.find, "BUNDLED_FOLDER", tmp_path / "demo")
-    with pytest.raises(paligemma.CheckpointError, match=r"No model is bundled .* hub id such as google/paligemma2"):
+    with pytest.raises(paligemma.CheckpointError, match=r"bundled model is missing: .*a hub id such as google/"):
         paligemma.load()
 
 

@@ -65,8 +65,8 @@ def require_files(names: Collection[str], checkpoint: str, can_convert: bool = F
     if SENTENCEPIECE_FILE in names:
         raise CheckpointError(
             "checkpoint.tokenizer_model",
-            "{checkpoint} has tokenizer.model, but no tokenizer.json. Download it from the same model on the hub, or "
-            "create it with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
+            "{checkpoint} has tokenizer.model, but no tokenizer.json. Download tokenizer.json from the same model on "
+            "the hub, or create it with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
             checkpoint=checkpoint,
         )
     raise CheckpointError(

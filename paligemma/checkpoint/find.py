@@ -96,7 +96,8 @@ def _find_bundled(revision: str | None, dtype: str | torch.dtype) -> CheckpointS
     if not BUNDLED_FOLDER.is_dir():
         raise CheckpointError(
             "checkpoint.not_bundled",
-            "No model is bundled in {folder}. Use a folder, or a hub id such as google/paligemma2-3b-mix-224.",
+            "The bundled model is missing: {folder} not found. Use a folder, or a hub id such as "
+            "google/paligemma2-3b-mix-224.",
             folder=str(BUNDLED_FOLDER),
         )
     check_folder(BUNDLED_FOLDER)

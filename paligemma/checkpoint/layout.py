@@ -83,7 +83,8 @@ def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
                 first = stored[name]
                 raise CheckpointError(
                     "checkpoint.duplicate_tensor",
-                    "{first} in {first_file} and {second} in {second_file} are the same tensor.",
+                    "{first} in {first_file} and {second} in {second_file} are stored for the same parameter. Export "
+                    "the model again.",
                     first=first.key,
                     first_file=first.file.name,
                     second=tensor.key,

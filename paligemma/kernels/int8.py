@@ -18,8 +18,8 @@ from paligemma.kernels.linear import InferenceLinear, is_accurate
 from paligemma.kernels.store import QuantizedStore, QuantizedWeight
 
 QUANT_MAX = 127  # symmetric: -127 to 127
-# Attention projections, 9% of the weights of PaliGemma 3B, get a second int8 term. In randomly initialized models,
-# their rounding error dominates without it; with it, the total error is below that of bfloat16.
+# Attention projections, 9% of the weights of PaliGemma 3B's decoder layers, get a second int8 term. In randomly
+# initialized models, their rounding error dominates without it; with it, the total error is below that of bfloat16.
 RESIDUAL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 WEIGHTS_PER_BLOCK = 2**20  # quantized at a time in float32, to fit the CPU cache
 ACTIVATIONS_PER_BLOCK = 2**18
@@ -103,8 +103,8 @@ class OneDnnInt8Linear(InferenceLinear):
 
     Args:
         values: int8, (out_features, in_features). scales: float32, (out_features,).
-        quant_max: largest quantized activation. x86 CPUs without VNNI add pairs of products in 16 bits, which overflows
-            unless activations have 7 bits.
+        quant_max: largest quantized activation. x86 CPUs without VNNI add pairs of products in 16 bits, which
+            saturates unless activations have 7 bits.
     """
 
     def __init__(self, values: Tensor, scales: Tensor, quant_max: int = QUANT_MAX) -> None:

@@ -1,11 +1,11 @@
-"""Linear layers for inference: packed bfloat16 weights, and float32 matmuls for CPUs without 16-bit arithmetic.
+"""Linear layers for inference: packed bfloat16 weights, and float32 matmuls for CPUs without native 16-bit ones.
 
 Decoding one token multiplies a single activation vector by every weight of the decoder and the head, so it is bound by
 memory bandwidth. PyTorch's plain bfloat16 matrix-vector product reaches little more than half of a CPU's bandwidth;
 kernels with their own weight layout reach nearly all of it.
 
-Prefill multiplies hundreds of activation vectors at once and is bound by arithmetic. On CPUs without 16-bit arithmetic,
-PyTorch's bfloat16 and float16 matmuls run at a fifth of float32's speed.
+Prefill multiplies hundreds of activation vectors at once and is bound by arithmetic. On CPUs without native kernels
+for them, PyTorch's bfloat16 and float16 matmuls run at a fifth of float32's speed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def is_accurate(make: Callable[[Tensor, Tensor], InferenceLinear], device: torch
     """Self-check: whether a kernel exists on this machine and computes correct products.
 
     The inputs include a single activation vector, vectors of very different magnitude, and the largest possible sums,
-    which overflow in the 16-bit accumulation of x86 CPUs without VNNI.
+    which saturate in the 16-bit accumulation of x86 CPUs without VNNI.
 
     Args:
         make: builds a layer from int8 values, (out_features, in_features), and float32 scales, (out_features,).
