@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -222,8 +223,10 @@ def test_prompt_that_fills_all_positions_is_rejected():
     positions = vlm.config.text_config.max_position_embeddings
     prompt = "cat " * positions
     prefix_length = vlm.processor([IMAGE], [prompt])["input_ids"].shape[1]
-    with pytest.raises(InputError, match=f"image and prompt take {prefix_length} of the model's {positions} positions"):
-        lens.inspect(vlm, IMAGE, prompt, [30], 0)
+    message = f"^The prompt is too long: image and prompt take {prefix_length} of the model's {positions} positions"
+    for inspect in (partial(lens.inspect, index=0), lens.image_shares):
+        with pytest.raises(InputError, match=message):
+            inspect(vlm, IMAGE, prompt, [30])
 
 
 def test_inspection_uses_the_cached_image_features():
