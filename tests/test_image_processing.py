@@ -280,7 +280,7 @@ def test_unsupported_preprocessing_is_rejected(tmp_path, settings):
 @pytest.mark.parametrize("settings", ["none", [1], 0.5])
 def test_image_processor_of_transformers_5_must_be_an_object(tmp_path, settings):
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": settings}), encoding="utf-8")
-    with pytest.raises(InputError, match="must be an object"):
+    with pytest.raises(InputError, match="must be a JSON object"):
         ImageSettings.from_folder(tmp_path, IMAGE_SIZE)
 
 
